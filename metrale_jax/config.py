@@ -1,4 +1,4 @@
-"""Configuration: frozen, hashable dataclasses, and the reader of Hugging Face's config.json.
+"""Configuration: frozen, hashable dataclasses, and a reader of Hugging Face's JSON.
 
 `ModelConfig` describes a target; `DecodeConfig` the static shape of a batch of slots.
 Neither holds a mesh or a run-time switch, so both can be static arguments of `jax.jit`.
@@ -51,7 +51,9 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         _require_positive(self, "num_heads", "num_kv_heads", "head_dim")
-        _require_multiple("num_heads", self.num_heads, "num_kv_heads", self.num_kv_heads)
+        _require_multiple(
+            "num_heads", self.num_heads, "num_kv_heads", self.num_kv_heads
+        )
         if self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim:
             raise ValueError(
                 f"`rotary_dim` must be even and in 2..head_dim ({self.head_dim}), "
@@ -129,12 +131,16 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         _require_positive(
-            self, "num_experts", "num_experts_per_token", "expert_ffn_size", "shared_expert_ffn_size"
+            self,
+            "num_experts",
+            "num_experts_per_token",
+            "expert_ffn_size",
+            "shared_expert_ffn_size",
         )
         if self.num_experts_per_token > self.num_experts:
             raise ValueError(
-                f"`num_experts_per_token` must be at most num_experts ({self.num_experts}), "
-                f"got {self.num_experts_per_token}."
+                "`num_experts_per_token` must be at most num_experts "
+                f"({self.num_experts}), got {self.num_experts_per_token}."
             )
 
 
@@ -153,7 +159,7 @@ class ModelConfig:
       tie_word_embeddings: the output head is the embedding.
       max_position: longest context in tokens, prompt and output together.
       end_token_ids: tokens that end a sequence; may be empty.
-      num_mtp_layers: layers of the checkpoint's multi-token-prediction head; 0 without one.
+      num_mtp_layers: layers of the multi-token-prediction head; 0 without one.
     """
 
     model_type: str
@@ -179,20 +185,22 @@ class ModelConfig:
         for index, kind in enumerate(self.layers):
             if kind not in ("full_attention", "linear_attention"):
                 raise ValueError(
-                    f"`layer_types`[{index}] must be 'full_attention' or 'linear_attention', "
-                    f"got {kind!r}."
+                    f"`layer_types`[{index}] must be 'full_attention' or "
+                    f"'linear_attention', got {kind!r}."
                 )
         if self.moe_layers and self.moe is None:
             raise ValueError("`moe_layers` names layers, but `moe` is None.")
         if len(self.moe_layers) < self.num_layers and self.ffn_size < 1:
             raise ValueError(
-                f"`intermediate_size` must be positive for dense layers, got {self.ffn_size}."
+                "`intermediate_size` must be positive for dense layers, "
+                f"got {self.ffn_size}."
             )
         for token in self.end_token_ids:
             if not 0 <= token < self.vocab_size:
                 raise ValueError(
-                    f"`eos_token_id` must be in 0..{self.vocab_size - 1} (the vocabulary), "
-                    f"got {token}; correct config.json or generation_config.json."
+                    f"`eos_token_id` must be in 0..{self.vocab_size - 1} (the "
+                    f"vocabulary), got {token}; correct config.json or "
+                    "generation_config.json."
                 )
         if self.num_mtp_layers not in (0, 1):
             raise NotImplementedError(
@@ -225,7 +233,9 @@ class DecodeConfig:
     def __post_init__(self) -> None:
         _require_positive(self, "num_slots", "max_length", "page_size", "num_pages")
         if self.max_drafts < 0:
-            raise ValueError(f"`max_drafts` must not be negative, got {self.max_drafts}.")
+            raise ValueError(
+                f"`max_drafts` must not be negative, got {self.max_drafts}."
+            )
 
     @property
     def num_rows(self) -> int:
@@ -253,7 +263,7 @@ def for_slots(
 
 
 def check_model_type(model_type: object) -> None:
-    """Raises NotImplementedError, naming the nearest supported type, for an unknown one."""
+    """Raises NotImplementedError for an unknown type, naming the nearest supported."""
     if model_type in SUPPORTED_MODEL_TYPES:
         return
     nearest = difflib.get_close_matches(str(model_type), SUPPORTED_MODEL_TYPES, 1, 0.0)
@@ -269,12 +279,14 @@ def parse_model_config(
     """Reads a config.json (and generation_config.json) into a ModelConfig.
 
     Accepts flat and nested (`text_config`) files, `layer_types` or
-    `full_attention_interval`, and rope settings in `rope_parameters` or at the top level.
-    End tokens of both files count: published generation configs add ids to config.json's.
+    `full_attention_interval`, and rope settings in `rope_parameters` or at the top
+    level. End tokens of both files count: published generation configs add ids to
+    config.json's.
 
     Raises:
       ValueError: a field is missing, mistyped or contradictory.
-      NotImplementedError: a true but unsupported setting; the message says what is supported.
+      NotImplementedError: a true but unsupported setting; the message says what is
+        supported.
     """
     check_model_type(raw.get("model_type"))
     text = raw.get("text_config", raw)
@@ -295,7 +307,9 @@ def parse_model_config(
         delta_net=_read_delta_net(reader),
         moe=moe,
         moe_layers=moe_layers,
-        ffn_size=0 if len(moe_layers) == len(layers) else reader.integer("intermediate_size"),
+        ffn_size=0
+        if len(moe_layers) == len(layers)
+        else reader.integer("intermediate_size"),
         rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
         tie_word_embeddings=reader.boolean("tie_word_embeddings", False),
         max_position=reader.integer("max_position_embeddings", 32768),
@@ -321,7 +335,9 @@ class _Reader:
             value = default
         if value is None:
             raise ValueError(f"config.json has no `{key}`; it must be {name}.")
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        if not isinstance(value, kinds) or (
+            isinstance(value, bool) and bool not in kinds
+        ):
             raise ValueError(f"`{key}` must be {name}, got {value!r}.")
         return value
 
@@ -361,10 +377,13 @@ def _read_layers(reader: _Reader) -> tuple[LayerKind, ...]:
         if not isinstance(kinds, list) or len(kinds) != num_layers:
             found = len(kinds) if isinstance(kinds, list) else repr(kinds)
             raise ValueError(
-                f"`layer_types` must list {num_layers} kinds (num_hidden_layers), got {found}."
+                f"`layer_types` must list {num_layers} kinds (num_hidden_layers), "
+                f"got {found}."
             )
         return tuple(kinds)
-    interval = reader.integer("full_attention_interval", _DEFAULT_FULL_ATTENTION_INTERVAL)
+    interval = reader.integer(
+        "full_attention_interval", _DEFAULT_FULL_ATTENTION_INTERVAL
+    )
     if interval < 1:
         raise ValueError(f"`full_attention_interval` must be positive, got {interval}.")
     return tuple(
@@ -443,7 +462,9 @@ def _read_moe_layers(reader: _Reader, num_layers: int) -> tuple[int, ...]:
     if step < 1:
         raise ValueError(f"`decoder_sparse_step` must be positive, got {step}.")
     return tuple(
-        index for index in range(num_layers) if index not in dense and (index + 1) % step == 0
+        index
+        for index in range(num_layers)
+        if index not in dense and (index + 1) % step == 0
     )
 
 
@@ -455,7 +476,8 @@ def _read_end_tokens(reader: _Reader, generation: Mapping[str, Any]) -> tuple[in
                 continue
             if not isinstance(token, int) or isinstance(token, bool):
                 raise ValueError(
-                    f"`eos_token_id` must be an integer or a list of integers, got {source!r}."
+                    "`eos_token_id` must be an integer or a list of integers, "
+                    f"got {source!r}."
                 )
             tokens[token] = None
     return tuple(tokens)
@@ -470,4 +492,6 @@ def _require_positive(config: object, *names: str) -> None:
 
 def _require_multiple(name: str, value: int, unit_name: str, unit: int) -> None:
     if value % unit:
-        raise ValueError(f"`{name}` must be a multiple of `{unit_name}` ({unit}), got {value}.")
+        raise ValueError(
+            f"`{name}` must be a multiple of `{unit_name}` ({unit}), got {value}."
+        )

@@ -1,19 +1,27 @@
 """The target's parameters: pytrees, their one abstract description, and random values.
 
-Matrices are kept as checkpoints store them, `[out, in]`, so that loading is a copy and a
-row of the product reads one contiguous row of memory. `describe_params` is the single
-source of shapes, dtypes and logical axes: initialisation, sharding and loading map over it.
+Matrices are kept as checkpoints store them, `[out, in]`, so that loading is a copy and
+a row of the product reads one contiguous row of memory. `describe_params` is the single
+source of shapes, dtypes and logical axes: initialisation, sharding and loading map over
+it. The classes are generic in their leaf, an array unless written otherwise:
+`ModelParams[ParamSpec]` is a description.
 """
 
 import dataclasses
 import math
+from typing import Generic
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from typing_extensions import TypeVar
 
 from metrale_jax import config as config_lib
 from metrale_jax.axes import Array
+
+Leaf = TypeVar("Leaf", default=Array)
+
+_FLOAT32 = jnp.dtype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,95 +41,95 @@ class ParamSpec:
 
 
 @struct.dataclass
-class AttentionParams:
+class AttentionParams(Generic[Leaf]):
     """Gated full attention.
 
     Rows of `q_proj` come per head: D rows of query, then D rows of gate.
     """
 
-    q_proj: Array  # [H * 2D, M]
-    k_proj: Array  # [Hkv * D, M]
-    v_proj: Array  # [Hkv * D, M]
-    o_proj: Array  # [M, H * D]
-    q_norm: Array  # [D], zero-centred
-    k_norm: Array  # [D], zero-centred
+    q_proj: Leaf  # [H * 2D, M]
+    k_proj: Leaf  # [Hkv * D, M]
+    v_proj: Leaf  # [Hkv * D, M]
+    o_proj: Leaf  # [M, H * D]
+    q_norm: Leaf  # [D], zero-centred
+    k_norm: Leaf  # [D], zero-centred
 
 
 @struct.dataclass
-class DeltaNetParams:
+class DeltaNetParams(Generic[Leaf]):
     """Gated DeltaNet. `a_log` and `dt_bias` are float32 whatever the model's dtype."""
 
-    in_proj_qkv: Array  # [C, M], rows Q, K, V
-    in_proj_z: Array  # [Hv * Dv, M]
-    in_proj_b: Array  # [Hv, M]
-    in_proj_a: Array  # [Hv, M]
-    conv: Array  # [C, W + 1], the last column weighs the current input
-    a_log: Array  # [Hv] float32
-    dt_bias: Array  # [Hv] float32
-    norm: Array  # [Dv], plain
-    out_proj: Array  # [M, Hv * Dv]
+    in_proj_qkv: Leaf  # [C, M], rows Q, K, V
+    in_proj_z: Leaf  # [Hv * Dv, M]
+    in_proj_b: Leaf  # [Hv, M]
+    in_proj_a: Leaf  # [Hv, M]
+    conv: Leaf  # [C, W + 1], the last column weighs the current input
+    a_log: Leaf  # [Hv] float32
+    dt_bias: Leaf  # [Hv] float32
+    norm: Leaf  # [Dv], plain
+    out_proj: Leaf  # [M, Hv * Dv]
 
 
 @struct.dataclass
-class DenseParams:
+class DenseParams(Generic[Leaf]):
     """SwiGLU feed-forward."""
 
-    gate_proj: Array  # [F, M]
-    up_proj: Array  # [F, M]
-    down_proj: Array  # [M, F]
+    gate_proj: Leaf  # [F, M]
+    up_proj: Leaf  # [F, M]
+    down_proj: Leaf  # [M, F]
 
 
 @struct.dataclass
-class MoEParams:
+class MoEParams(Generic[Leaf]):
     """Experts with one shared expert."""
 
-    router: Array  # [E, M]
-    gate_up_proj: Array  # [E, 2F, M], gate rows first
-    down_proj: Array  # [E, M, F]
-    shared_expert: DenseParams
-    shared_expert_gate: Array  # [1, M]
+    router: Leaf  # [E, M]
+    gate_up_proj: Leaf  # [E, 2F, M], gate rows first
+    down_proj: Leaf  # [E, M, F]
+    shared_expert: DenseParams[Leaf]
+    shared_expert_gate: Leaf  # [1, M]
 
 
 @struct.dataclass
-class LayerParams:
+class LayerParams(Generic[Leaf]):
     """One decoder layer; both norms are zero-centred."""
 
-    input_norm: Array  # [M]
-    mixer: AttentionParams | DeltaNetParams
-    post_norm: Array  # [M]
-    mlp: DenseParams | MoEParams
+    input_norm: Leaf  # [M]
+    mixer: AttentionParams[Leaf] | DeltaNetParams[Leaf]
+    post_norm: Leaf  # [M]
+    mlp: DenseParams[Leaf] | MoEParams[Leaf]
 
 
 @struct.dataclass
-class MtpParams:
+class MtpParams(Generic[Leaf]):
     """The multi-token-prediction head; embedding and output head are the target's."""
 
-    fc: Array  # [M, 2M], embedding half of the inputs first
-    embedding_norm: Array  # [M], zero-centred
-    hidden_norm: Array  # [M], zero-centred
-    layers: tuple[LayerParams, ...]
-    final_norm: Array  # [M], zero-centred
+    fc: Leaf  # [M, 2M], embedding half of the inputs first
+    embedding_norm: Leaf  # [M], zero-centred
+    hidden_norm: Leaf  # [M], zero-centred
+    layers: tuple[LayerParams[Leaf], ...]
+    final_norm: Leaf  # [M], zero-centred
 
 
 @struct.dataclass
-class ModelParams:
+class ModelParams(Generic[Leaf]):
     """A target. `lm_head` is None when tied to `embedding`; `mtp` when not loaded."""
 
-    embedding: Array  # [V, M]
-    layers: tuple[LayerParams, ...]
-    final_norm: Array  # [M], zero-centred
-    lm_head: Array | None  # [V, M]
-    mtp: MtpParams | None
+    embedding: Leaf  # [V, M]
+    layers: tuple[LayerParams[Leaf], ...]
+    final_norm: Leaf  # [M], zero-centred
+    lm_head: Leaf | None  # [V, M]
+    mtp: MtpParams[Leaf] | None
 
     @property
-    def output_head(self) -> Array:
+    def output_head(self) -> Leaf:
         return self.embedding if self.lm_head is None else self.lm_head
 
 
 def describe_params(
     config: config_lib.ModelConfig, *, dtype: jnp.dtype, with_mtp: bool = False
-) -> ModelParams:
-    """Returns a ModelParams whose leaves are `ParamSpec`s.
+) -> ModelParams[ParamSpec]:
+    """Returns the description of a target's parameters.
 
     Args:
       config: the target.
@@ -145,7 +153,7 @@ def describe_params(
         final_norm=describe.norm(config.hidden_size),
         lm_head=None if config.tie_word_embeddings else head,
         mtp=describe.mtp() if with_mtp else None,
-    )  # pyright: ignore[reportArgumentType]
+    )
 
 
 class _Describer:
@@ -155,19 +163,21 @@ class _Describer:
         self._config = config
         self._dtype = dtype
 
-    def spec(self, *dims: tuple[int, str | None], dtype: jnp.dtype | None = None):
+    def spec(
+        self, *dims: tuple[int, str | None], dtype: jnp.dtype | None = None
+    ) -> ParamSpec:
         sizes, axes = zip(*dims, strict=True)
         return ParamSpec(sizes, dtype or self._dtype, axes)
 
-    def norm(self, size: int):
+    def norm(self, size: int) -> ParamSpec:
         return self.spec((size, None))
 
-    def layer(self, index: int) -> LayerParams:
+    def layer(self, index: int) -> LayerParams[ParamSpec]:
         is_attention = self._config.layers[index] == "full_attention"
         is_moe = index in self._config.moe_layers
         return self._layer(is_attention=is_attention, is_moe=is_moe)
 
-    def mtp(self) -> MtpParams:
+    def mtp(self) -> MtpParams[ParamSpec]:
         width = self._config.hidden_size
         layer = self._layer(is_attention=True, is_moe=bool(self._config.moe_layers))
         return MtpParams(
@@ -178,7 +188,7 @@ class _Describer:
             final_norm=self.norm(width),
         )
 
-    def _layer(self, *, is_attention: bool, is_moe: bool) -> LayerParams:
+    def _layer(self, *, is_attention: bool, is_moe: bool) -> LayerParams[ParamSpec]:
         width = self._config.hidden_size
         return LayerParams(
             input_norm=self.norm(width),
@@ -187,7 +197,7 @@ class _Describer:
             mlp=self._moe() if is_moe else self._dense(self._config.ffn_size),
         )
 
-    def _attention(self) -> AttentionParams:
+    def _attention(self) -> AttentionParams[ParamSpec]:
         attention = self._config.attention
         width = (self._config.hidden_size, "embed")
         head_dim = attention.head_dim
@@ -201,26 +211,25 @@ class _Describer:
             k_norm=self.norm(head_dim),
         )
 
-    def _delta_net(self) -> DeltaNetParams:
+    def _delta_net(self) -> DeltaNetParams[ParamSpec]:
         delta_net = self._config.delta_net
         width = (self._config.hidden_size, "embed")
         channels = (delta_net.conv_channels, "delta_channels")
         values = (delta_net.value_dim, "delta_heads")
         heads = (delta_net.num_value_heads, "delta_heads")
-        float32 = jnp.dtype(jnp.float32)
         return DeltaNetParams(
             in_proj_qkv=self.spec(channels, width),
             in_proj_z=self.spec(values, width),
             in_proj_b=self.spec(heads, width),
             in_proj_a=self.spec(heads, width),
             conv=self.spec(channels, (delta_net.conv_kernel_size, None)),
-            a_log=self.spec(heads, dtype=float32),
-            dt_bias=self.spec(heads, dtype=float32),
+            a_log=self.spec(heads, dtype=_FLOAT32),
+            dt_bias=self.spec(heads, dtype=_FLOAT32),
             norm=self.norm(delta_net.value_head_dim),
             out_proj=self.spec(width, values),
         )
 
-    def _dense(self, ffn_size: int) -> DenseParams:
+    def _dense(self, ffn_size: int) -> DenseParams[ParamSpec]:
         width = (self._config.hidden_size, "embed")
         ffn = (ffn_size, "ffn")
         return DenseParams(
@@ -229,14 +238,16 @@ class _Describer:
             down_proj=self.spec(width, ffn),
         )
 
-    def _moe(self) -> MoEParams:
+    def _moe(self) -> MoEParams[ParamSpec]:
         moe = self._config.moe
         assert moe is not None
         width = (self._config.hidden_size, "embed")
         experts = (moe.num_experts, "experts")
         return MoEParams(
             router=self.spec((moe.num_experts, None), width),
-            gate_up_proj=self.spec(experts, (2 * moe.expert_ffn_size, "expert_ffn"), width),
+            gate_up_proj=self.spec(
+                experts, (2 * moe.expert_ffn_size, "expert_ffn"), width
+            ),
             down_proj=self.spec(experts, width, (moe.expert_ffn_size, "expert_ffn")),
             shared_expert=self._dense(moe.shared_expert_ffn_size),
             shared_expert_gate=self.spec((1, None), width),
@@ -247,7 +258,7 @@ def init_params(
     config: config_lib.ModelConfig,
     *,
     rng_key: Array,
-    dtype: jnp.dtype = jnp.dtype(jnp.float32),
+    dtype: jnp.dtype = _FLOAT32,
     with_mtp: bool = False,
 ) -> ModelParams:
     """Draws random parameters: matrices scaled by 1/sqrt(inputs), vectors around 0.
@@ -265,4 +276,5 @@ def init_params(
 def _init_leaf(spec: ParamSpec, rng_key: Array) -> Array:
     is_matrix = len(spec.shape) > 1
     scale = spec.shape[-1] ** -0.5 if is_matrix else 0.1
-    return (jax.random.normal(rng_key, spec.shape, jnp.float32) * scale).astype(spec.dtype)
+    values = scale * jax.random.normal(rng_key, spec.shape, jnp.float32)
+    return values.astype(spec.dtype)
