@@ -1,0 +1,185 @@
+"""Applying a verdict: the only place where committed state advances by decoding."""
+
+import jax.numpy as jnp
+
+from metrale_jax import config as config_lib
+from metrale_jax import indices
+from metrale_jax import state as state_lib
+from metrale_jax import verdict as verdict_lib
+from metrale_jax.axes import Array, Bool, Int32
+from pallas_kernels import causal_conv, gated_delta
+
+
+def apply_verdict(
+    state: state_lib.SequenceState,
+    verdict: verdict_lib.Verdict,
+    *,
+    config: config_lib.ModelConfig,
+) -> tuple[state_lib.SequenceState, verdict_lib.Emission]:
+    """Emits the accepted drafts and the bonus token, and commits the rows they rest on.
+
+    A slot that ends inside its accepted drafts ends as plain decoding would have ended:
+    its caches hold all but its last emitted token. A slot whose logits were not finite
+    emits nothing, keeps its state, and finishes with `FINISHED_ERROR`.
+    """
+    num_rows = verdict.hidden.shape[1]
+    emitted = _emitted_tokens(verdict)
+    count, reason = _count_and_reason(state, verdict, emitted, config)
+    row_index = jnp.arange(num_rows, dtype=jnp.int32)
+    is_emitted = row_index[None, :] < count[:, None]
+    emitted = jnp.where(is_emitted, emitted, 0)
+
+    ran = count > 0
+    last_row = jnp.maximum(count - 1, 0)[:, None]
+    last_token = jnp.take_along_axis(emitted, last_row, axis=1)[:, 0]
+    hidden = jnp.take_along_axis(verdict.hidden, last_row[:, :, None], axis=1)[:, 0]
+    finished = state.active & (reason != state_lib.RUNNING)
+    state = state.replace(
+        length=state.length + count,
+        last_token=jnp.where(ran, last_token, state.last_token),
+        tokens=write_tokens(state.tokens, state.length + 1, emitted, is_emitted),
+        active=state.active & ~finished,
+        finish_reason=jnp.where(finished, reason, state.finish_reason),
+        hidden=jnp.where(ran[:, None], hidden, state.hidden),
+        num_pending=count,
+        layers=tuple(
+            _commit_layer(layer, rows, state, count)
+            for layer, rows in zip(state.layers, verdict.layers, strict=True)
+        ),
+    )
+    emission = verdict_lib.Emission(
+        tokens=emitted, count=count, finished=finished, reason=state.finish_reason
+    )
+    return state, emission
+
+
+def write_tokens(
+    tokens: Int32[Array, "B S"],
+    start: Int32[Array, " B"],
+    values: Int32[Array, "B K"],
+    is_valid: Bool[Array, "B K"],
+) -> Int32[Array, "B S"]:
+    """Writes values[b, j] at position start[b] + j of slot b where valid."""
+    slots = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
+    steps = jnp.arange(values.shape[1], dtype=jnp.int32)
+    positions = start[:, None] + steps[None, :]
+    positions = indices.inert_unless(is_valid, positions, tokens.shape[1])
+    return indices.write_rows(tokens, (slots, positions), values)
+
+
+def write_kv_rows(
+    cache: state_lib.KVCache,
+    rows: verdict_lib.KVRows,
+    page_table: Int32[Array, "B pages"],
+    length: Int32[Array, " B"],
+    num_rows: Int32[Array, " B"],
+) -> state_lib.KVCache:
+    """Writes the first `num_rows` rows of each slot from position `length` on."""
+    num_pages, page_size = cache.keys.shape[:2]
+    pages_per_slot = page_table.shape[1]
+    row_index = jnp.arange(rows.keys.shape[1], dtype=jnp.int32)
+    positions = length[:, None] + row_index[None, :]
+    page_slot = positions // page_size
+    is_written = row_index[None, :] < num_rows[:, None]
+    is_inside = page_slot < pages_per_slot
+    page = jnp.take_along_axis(
+        page_table, jnp.minimum(page_slot, pages_per_slot - 1), axis=1
+    )
+    page = indices.inert_unless(is_written & is_inside, page, num_pages)
+    at = (page, positions % page_size)
+    return state_lib.KVCache(
+        keys=indices.write_rows(cache.keys, at, rows.keys),
+        values=indices.write_rows(cache.values, at, rows.values),
+    )
+
+
+def _emitted_tokens(verdict: verdict_lib.Verdict) -> Int32[Array, "B K"]:
+    """The accepted drafts, then the bonus token; stale beyond."""
+    padded = jnp.pad(verdict.drafts, ((0, 0), (0, 1)))
+    row_index = jnp.arange(padded.shape[1], dtype=jnp.int32)
+    is_bonus = row_index[None, :] == verdict.num_accepted[:, None]
+    return jnp.where(is_bonus, verdict.bonus_token[:, None], padded)
+
+
+def _count_and_reason(
+    state: state_lib.SequenceState,
+    verdict: verdict_lib.Verdict,
+    emitted: Int32[Array, "B K"],
+    config: config_lib.ModelConfig,
+) -> tuple[Int32[Array, " B"], Int32[Array, " B"]]:
+    """How many tokens each slot emits, and why it stops if it does."""
+    room = jnp.maximum(state.length_limit - (state.length + 1), 0)
+    available = jnp.minimum(verdict.num_accepted + 1, room)
+    row_index = jnp.arange(emitted.shape[1], dtype=jnp.int32)
+    is_available = row_index[None, :] < available[:, None]
+    ends = is_end_token(emitted, config) & is_available
+    has_end = jnp.any(ends, axis=1)
+    end_row = jnp.argmax(ends, axis=1).astype(jnp.int32)
+    count = jnp.where(has_end, end_row + 1, available)
+    reason = jnp.where(
+        has_end,
+        state_lib.FINISHED_END_TOKEN,
+        jnp.where(count == room, state_lib.FINISHED_LENGTH, state_lib.RUNNING),
+    )
+    failed = ~verdict.is_finite
+    count = jnp.where(state.active & ~failed, count, 0)
+    reason = jnp.where(failed, state_lib.FINISHED_ERROR, reason)
+    return count, jnp.where(state.active, reason, state.finish_reason)
+
+
+def is_end_token(
+    tokens: Int32[Array, "..."], config: config_lib.ModelConfig
+) -> Bool[Array, "..."]:
+    if not config.end_token_ids:
+        return jnp.zeros(tokens.shape, bool)
+    ids = jnp.array(config.end_token_ids, jnp.int32)
+    return jnp.any(
+        tokens[..., None] == ids.reshape((1,) * tokens.ndim + (-1,)), axis=-1
+    )
+
+
+def _commit_layer(
+    layer: state_lib.LayerState,
+    rows: verdict_lib.LayerRows,
+    state: state_lib.SequenceState,
+    count: Int32[Array, " B"],
+) -> state_lib.LayerState:
+    match layer, rows:
+        case state_lib.KVCache(), verdict_lib.KVRows():
+            return write_kv_rows(layer, rows, state.page_table, state.length, count)
+        case state_lib.RecurrentState(), verdict_lib.RecurrentRows():
+            return state_lib.RecurrentState(
+                recurrent_state=rows.recurrent_state,
+                pending=_fit_pending(layer.pending, rows.records),
+                conv_state=causal_conv.shift_window(
+                    layer.conv_state, rows.conv_inputs, count
+                ),
+            )
+        case _:
+            raise TypeError(
+                f"`verdict.layers` holds {type(rows).__name__} for a "
+                f"{type(layer).__name__}; was it made from another target?"
+            )
+
+
+def _fit_pending(
+    pending: gated_delta.Records, records: gated_delta.Records
+) -> gated_delta.Records:
+    """Pads the records of K rows to the state's capacity.
+
+    Raises:
+      ValueError: more rows than the state has room for.
+    """
+    capacity, num_rows = pending.keys.shape[1], records.keys.shape[1]
+    if num_rows > capacity:
+        raise ValueError(
+            f"`verdict` has {num_rows} rows, but the state keeps {capacity} pending "
+            f"rows; make it with `max_drafts` {num_rows - 1} or more."
+        )
+
+    def pad(array: Array) -> Array:
+        widths = [(0, 0)] * array.ndim
+        widths[1] = (0, capacity - num_rows)
+        return jnp.pad(array, widths)
+
+    return gated_delta.Records(*(pad(array) for array in records))
