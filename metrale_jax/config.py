@@ -6,6 +6,7 @@ Neither holds a mesh or a run-time switch, so both can be static arguments of `j
 
 import dataclasses
 import difflib
+import sys
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -27,6 +28,10 @@ _OUTPUT_GATES: dict[str, OutputGate] = {
     "sigmoid": "sigmoid",
 }
 _DEFAULT_FULL_ATTENTION_INTERVAL = 4
+# Bounds on what a config.json may make us build before any tensor is looked at.
+_MAX_LAYERS = 10_000
+_MAX_INTEGER = 2**53
+_LONGEST_NAME = 64
 _DEFAULT_ROPE_THETA = 10_000.0
 _DEFAULT_PARTIAL_ROTARY_FACTOR = 0.25
 
@@ -266,9 +271,10 @@ def check_model_type(model_type: object) -> None:
     """Raises NotImplementedError for an unknown type, naming the nearest supported."""
     if model_type in SUPPORTED_MODEL_TYPES:
         return
-    nearest = difflib.get_close_matches(str(model_type), SUPPORTED_MODEL_TYPES, 1, 0.0)
+    name = repr(model_type)[:_LONGEST_NAME]
+    nearest = difflib.get_close_matches(name, SUPPORTED_MODEL_TYPES, 1, 0.0)
     raise NotImplementedError(
-        f"`model_type` {model_type!r} is not supported; supported are "
+        f"`model_type` {name} is not supported; supported are "
         f"{', '.join(SUPPORTED_MODEL_TYPES)} (nearest: {nearest[0]})."
     )
 
@@ -314,7 +320,7 @@ def parse_model_config(
         tie_word_embeddings=reader.boolean("tie_word_embeddings", False),
         max_position=reader.integer("max_position_embeddings", 32768),
         end_token_ids=_read_end_tokens(reader, generation or {}),
-        num_mtp_layers=reader.integer("mtp_num_hidden_layers", 0),
+        num_mtp_layers=_read_mtp_layers(reader, model_type),
     )
 
 
@@ -342,10 +348,16 @@ class _Reader:
         return value
 
     def integer(self, key: str, default: int | None = None) -> int:
-        return self._typed(key, default, (int,), "an integer")
+        value = self._typed(key, default, (int,), "an integer")
+        if abs(value) > _MAX_INTEGER:
+            raise ValueError(f"`{key}` must be at most {_MAX_INTEGER}, got {value}.")
+        return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        return float(self._typed(key, default, (int, float), "a number"))
+        value = self._typed(key, default, (int, float), "a number")
+        if not abs(value) <= sys.float_info.max:
+            raise ValueError(f"`{key}` must be a finite number, got {value!r}.")
+        return float(value)
 
     def boolean(self, key: str, default: bool | None = None) -> bool:
         return self._typed(key, default, (bool,), "true or false")
@@ -372,6 +384,10 @@ def _refuse_unsupported(reader: _Reader) -> None:
 
 def _read_layers(reader: _Reader) -> tuple[LayerKind, ...]:
     num_layers = reader.integer("num_hidden_layers")
+    if not 0 < num_layers <= _MAX_LAYERS:
+        raise ValueError(
+            f"`num_hidden_layers` must be in 1..{_MAX_LAYERS}, got {num_layers}."
+        )
     kinds = reader.get("layer_types")
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != num_layers:
@@ -395,6 +411,10 @@ def _read_layers(reader: _Reader) -> tuple[LayerKind, ...]:
 def _read_attention(reader: _Reader) -> AttentionConfig:
     head_dim = reader.integer("head_dim", 256)
     theta, partial_rotary_factor = _read_rope(reader)
+    if not 0 < partial_rotary_factor <= 1:
+        raise ValueError(
+            f"`partial_rotary_factor` must be in (0, 1], got {partial_rotary_factor}."
+        )
     return AttentionConfig(
         num_heads=reader.integer("num_attention_heads"),
         num_kv_heads=reader.integer("num_key_value_heads"),
@@ -459,6 +479,8 @@ def _read_moe(reader: _Reader, model_type: str) -> MoEConfig | None:
 def _read_moe_layers(reader: _Reader, num_layers: int) -> tuple[int, ...]:
     step = reader.integer("decoder_sparse_step", 1)
     dense = reader.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise ValueError(f"`mlp_only_layers` must be a list, got {dense!r}.")
     if step < 1:
         raise ValueError(f"`decoder_sparse_step` must be positive, got {step}.")
     return tuple(
@@ -466,6 +488,13 @@ def _read_moe_layers(reader: _Reader, num_layers: int) -> tuple[int, ...]:
         for index in range(num_layers)
         if index not in dense and (index + 1) % step == 0
     )
+
+
+def _read_mtp_layers(reader: _Reader, model_type: str) -> int:
+    # Qwen3-Next is published with a head and without a field that says so.
+    default = 1 if model_type == "qwen3_next" else 0
+    alias = reader.integer("num_nextn_predict_layers", default)
+    return reader.integer("mtp_num_hidden_layers", alias)
 
 
 def _read_end_tokens(reader: _Reader, generation: Mapping[str, Any]) -> tuple[int, ...]:
