@@ -2,21 +2,16 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator
-from typing import Protocol, TextIO
+from collections.abc import Callable, Iterator
+from typing import TextIO
 
 import rich.console
 import rich.progress
 
 _PERCENT_PER_LINE = 10
-
-
-class Progress(Protocol):
-    """Called as loading goes on."""
-
-    def __call__(self, done_bytes: int, total_bytes: int, name: str) -> None:
-        """`name` is the parameter just loaded, empty at the start."""
-        ...
+# Called as loading goes on: (done_bytes, total_bytes, name of the parameter just
+# loaded, empty at the start).
+Progress = Callable[[int, int, str], None]
 
 
 @contextlib.contextmanager
