@@ -19,6 +19,8 @@ _OPT_IN = {"gpu": "gpu", "tpu": "tpu", "slow": None}
 # Enough for a mesh of 2 x 2 x 2. Results on one of them are those of a lone device.
 _NUM_CPU_DEVICES = 8
 
+_COMPILED_MAX_BYTES = 512 * 2**20
+
 
 def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -28,6 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_platforms", "cpu")
     if "JAX_NUM_CPU_DEVICES" not in os.environ:
         jax.config.update("jax_num_cpu_devices", _NUM_CPU_DEVICES)
+    _keep_compiled_programs(config)
     _load_hypothesis_profile()
 
 
@@ -44,6 +47,23 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
                 f"{jax.default_backend()!r}; install the extra for that device.",
                 pytrace=False,
             )
+
+
+def _keep_compiled_programs(config: pytest.Config) -> None:
+    """Lets jax reuse what an earlier run of the tests on this machine compiled.
+
+    A round of a tiny model costs 50 processor seconds to compile and 11 with this. The
+    key is the program with all that compiled it, so the cache can change no result;
+    still CI compiles everything. `--cache-clear` empties it.
+    """
+    if os.environ.get("CI") or "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    if not hasattr(config, "cache"):
+        return  # Pytest's own cache is turned off.
+    folder = config.cache.mkdir("compiled")
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_compilation_cache_max_size", _COMPILED_MAX_BYTES)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def _load_hypothesis_profile() -> None:
