@@ -8,6 +8,7 @@ https://github.com/huggingface/safetensors
 """
 
 import dataclasses
+import functools
 import math
 import os
 import pathlib
@@ -44,6 +45,7 @@ DTYPE_BITS = {
 _LENGTH_BYTES = 8
 _MAX_RANK = 32
 _METADATA = "__metadata__"
+_ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 _LFS_MARK = b"version https://git-lfs"
 
 
@@ -157,30 +159,28 @@ def _check_metadata(metadata: Any, path: pathlib.Path) -> None:
 
 def _parse_entry(name: str, entry: Any, path: pathlib.Path) -> _Span:
     """Returns (begin, end, name, dtype, shape) of one header entry."""
-
-    def fail(problem: str, expected: object, found: object) -> errors.CheckpointError:
-        return errors.CheckpointError(
-            problem, file=path, tensor=name, expected=expected, found=found
-        )
-
-    keys = {"dtype", "shape", "data_offsets"}
-    if not isinstance(entry, dict) or set(entry) != keys:
+    failure = functools.partial(errors.CheckpointError, file=path, tensor=name)
+    if not isinstance(entry, dict) or set(entry) != _ENTRY_KEYS:
         found = sorted(entry) if isinstance(entry, dict) else entry
-        raise fail("header entry has the wrong keys", sorted(keys), found)
+        raise failure(
+            "header entry has the wrong keys", expected=sorted(_ENTRY_KEYS), found=found
+        )
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise fail("dtype is unknown", "one of " + ", ".join(DTYPE_BITS), dtype)
+        known = "one of " + ", ".join(DTYPE_BITS)
+        raise failure("dtype is unknown", expected=known, found=dtype)
     if not _are_sizes(shape) or len(shape) > _MAX_RANK:
-        raise fail("shape is malformed", f"up to {_MAX_RANK} sizes", shape)
+        expected = f"up to {_MAX_RANK} sizes"
+        raise failure("shape is malformed", expected=expected, found=shape)
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise fail("data offsets are malformed", "[begin, end]", offsets)
+        expected = "[begin, end]"
+        raise failure("data offsets are malformed", expected=expected, found=offsets)
     bits = math.prod(shape) * DTYPE_BITS[dtype]
     if bits != 8 * (offsets[1] - offsets[0]):
-        expected = (
-            f"{bits / 8:g} bytes for {dtype} {shape}" if bits < 2**63 else "fewer"
-        )
-        raise fail(
-            "data offsets do not fit the shape", expected, offsets[1] - offsets[0]
+        raise failure(
+            f"data offsets do not fit {dtype} {errors.shown(shape)}",
+            expected=f"{bits / 8:g} bytes" if bits < 2**63 else "far more bytes",
+            found=offsets[1] - offsets[0],
         )
     return offsets[0], offsets[1], name, dtype, tuple(shape)
 

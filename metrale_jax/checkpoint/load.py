@@ -1,7 +1,7 @@
 """Loads a checkpoint folder into `ModelParams`, shard by shard."""
 
+import functools
 import os
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -60,10 +60,11 @@ def load_params(
             f"`dtype` must be one of {', '.join(map(str, _LOADABLE_DTYPES))}, "
             f"got {dtype}."
         )
+    stored = inventory.scan(folder)
+    matching.check_size(stored, config)
     specs = params_lib.describe_params(config, dtype=dtype, with_mtp=with_mtp)
     leaves, treedef = jax.tree.flatten(specs)
     placements = _flatten_shardings(shardings, specs)
-    stored = inventory.scan(folder)
     match = matching.match(stored, config, specs)
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(specs)]
     with reading.TensorReader(stored, check_finite=check_finite) as reader:
@@ -125,43 +126,39 @@ class _Placer:
         sharding: jax.sharding.Sharding | None,
         name: str,
     ) -> Array:
-        # Devices that hold the same shard share one read.
         shards: dict[Box, np.ndarray] = {}
-
-        def shard(box: Box) -> np.ndarray:
-            if box not in shards:
-                start, size = box
-                shards[box] = reading.empty_aligned(size, spec.dtype)
-                self._reader.fill(shards[box], form, start)
-                self._done_bytes += shards[box].nbytes
-            return shards[box]
-
-        array = _make_array(spec, sharding, shard)
+        if sharding is None:
+            whole = (slice(None),) * len(spec.shape)
+            array = jax.device_put(self._shard(form, spec, shards, whole))
+        else:
+            read = functools.partial(self._shard, form, spec, shards)
+            array = jax.make_array_from_callback(
+                spec.shape, sharding, read, dtype=spec.dtype
+            )
         # One parameter at a time: a transfer in flight keeps its host memory alive.
         array.block_until_ready()
         self._report(name)
         return array
 
+    def _shard(
+        self,
+        form: layout.Form,
+        spec: ParamSpec,
+        shards: dict[Box, np.ndarray],
+        index: tuple[slice, ...] | None,
+    ) -> np.ndarray:
+        """Returns a shard's values; devices that hold the same one share a read."""
+        box = _as_box(index, spec.shape)
+        if box not in shards:
+            start, size = box
+            shards[box] = reading.empty_aligned(size, spec.dtype)
+            self._reader.fill(shards[box], form, start)
+            self._done_bytes += shards[box].nbytes
+        return shards[box]
+
     def _report(self, name: str) -> None:
         if self._progress is not None:
             self._progress(self._done_bytes, self._total_bytes, name)
-
-
-def _make_array(
-    spec: ParamSpec,
-    sharding: jax.sharding.Sharding | None,
-    shard: Callable[[Box], np.ndarray],
-) -> Array:
-    if sharding is None:
-        return jax.device_put(
-            shard(_as_box((slice(None),) * len(spec.shape), spec.shape))
-        )
-    return jax.make_array_from_callback(
-        spec.shape,
-        sharding,
-        lambda index: shard(_as_box(index, spec.shape)),
-        dtype=spec.dtype,
-    )
 
 
 def _boxes(spec: ParamSpec, sharding: jax.sharding.Sharding | None) -> set[Box]:

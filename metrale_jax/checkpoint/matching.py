@@ -28,9 +28,10 @@ FP8_DTYPE = "F8_E4M3"
 FP8_BLOCK = 128
 SCALE_SUFFIX = "_scale_inv"
 
-# Endings of names that other quantised formats put beside, or in place of, a weight.
+# Endings of names that other quantised formats put in place of a weight, or beside it.
 _PACKED_ENDINGS = (
     "weight_packed",
+    "qweight",
     "weight_shape",
     "weight_scale",
     "weight_scale_2",
@@ -39,7 +40,6 @@ _PACKED_ENDINGS = (
     "weight_g_idx",
     "input_scale",
     "input_global_scale",
-    "qweight",
     "qzeros",
     "scales",
     "biases",
@@ -85,13 +85,6 @@ def match(
       errors.CheckpointError: tensors are missing, unused, of a wrong shape or dtype,
         stored in two forms, or quantised in an unsupported way; names up to five.
     """
-    if config.num_layers > len(stored):
-        raise errors.CheckpointError(
-            "holds fewer tensors than config.json has layers",
-            file=_folder(stored),
-            expected=f"{config.num_layers} layers",
-            found=f"{len(stored)} tensors",
-        )
     prefix = _find_prefix(stored)
     known = layout.describe_layout(config, specs, prefix)
     account = _Account(stored)
@@ -110,20 +103,37 @@ def match(
     )
 
 
+def check_size(
+    stored: Mapping[str, headers.StoredTensor], config: config_lib.ModelConfig
+) -> None:
+    """Refuses a config that claims more layers than there are tensors.
+
+    To be called before the layers are spelled out.
+
+    Raises:
+      errors.CheckpointError: there are fewer tensors than layers.
+    """
+    if config.num_layers > len(stored):
+        raise errors.CheckpointError(
+            "holds fewer tensors than config.json has layers",
+            file=_folder(stored),
+            expected=f"{config.num_layers} layers",
+            found=f"{len(stored)} tensors",
+        )
+
+
 def _folder(stored: Mapping[str, headers.StoredTensor]) -> str | None:
     return next((str(tensor.file.parent) for tensor in stored.values()), None)
 
 
 def _find_prefix(stored: Mapping[str, headers.StoredTensor]) -> layout.Prefix:
     """Returns the prefix of most layers' tensors; the stored head breaks ties."""
-
-    def score(prefix: layout.Prefix) -> tuple[int, bool]:
-        beginning = f"{prefix.text}layers."
-        count = sum(name.startswith(beginning) for name in stored)
-        return count, prefix.head in stored
-
-    best = max(layout.PREFIXES, key=score)
-    if not score(best)[0]:
+    num_tensors = {
+        prefix: sum(name.startswith(f"{prefix.text}layers.") for name in stored)
+        for prefix in layout.PREFIXES
+    }
+    best = max(num_tensors, key=lambda it: (num_tensors[it], it.head in stored))
+    if not num_tensors[best]:
         beginnings = dict.fromkeys(prefix.text for prefix in layout.PREFIXES)
         raise errors.CheckpointError(
             "holds no decoder layers",
@@ -214,9 +224,10 @@ class _Account:
 
     def _refuse_packed(self, unused: list[str]) -> None:
         """Refuses quantised tensors before their odd names and shapes mislead."""
-        for name in unused:
-            if name.rpartition(".")[2] in _PACKED_ENDINGS:
-                raise self._unsupported(name)
+        for ending in _PACKED_ENDINGS:
+            for name in unused:
+                if name.endswith(f".{ending}"):
+                    raise self._unsupported(name)
         for name in self._expected:
             tensor = self._stored.get(name)
             if tensor is None or tensor.dtype in PLAIN_DTYPES:

@@ -1,5 +1,6 @@
 """JSON as checkpoints may hold it: one object, UTF-8, no key twice, no NaN, bounded."""
 
+import functools
 import json
 import os
 import pathlib
@@ -41,25 +42,11 @@ def parse_object(data: bytes, *, file: str | os.PathLike[str]) -> dict[str, Any]
     Raises:
       errors.CheckpointError: not JSON, not an object, a key twice, NaN or infinity.
     """
-
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        for name, value in items:
-            if name in values:
-                raise errors.CheckpointError(
-                    f"JSON key `{errors.shown(name)}` is given twice", file=file
-                )
-            values[name] = value
-        return values
-
-    def constant(name: str) -> Any:
-        raise errors.CheckpointError(
-            f"JSON holds {name}, which is not a JSON number", file=file
-        )
-
     try:
         value = json.loads(
-            data.decode("utf-8"), object_pairs_hook=pairs, parse_constant=constant
+            data.decode("utf-8"),
+            object_pairs_hook=functools.partial(_unique_pairs, file),
+            parse_constant=functools.partial(_refuse_constant, file),
         )
     except errors.CheckpointError:
         raise
@@ -75,6 +62,25 @@ def parse_object(data: bytes, *, file: str | os.PathLike[str]) -> dict[str, Any]
             found=type(value).__name__,
         )
     return value
+
+
+def _unique_pairs(
+    file: str | os.PathLike[str], items: list[tuple[str, Any]]
+) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, value in items:
+        if name in values:
+            raise errors.CheckpointError(
+                f"JSON key `{errors.shown(name)}` is given twice", file=file
+            )
+        values[name] = value
+    return values
+
+
+def _refuse_constant(file: str | os.PathLike[str], name: str) -> Any:
+    raise errors.CheckpointError(
+        f"JSON holds {name}, which is not a JSON number", file=file
+    )
 
 
 def regular_file_size(path: pathlib.Path) -> int:
