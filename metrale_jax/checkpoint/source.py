@@ -40,7 +40,7 @@ def locate(
     """
     name = os.fspath(source)
     folder = pathlib.Path(name).expanduser()
-    if _exists(folder):
+    if name and _exists(folder):
         if revision is not None:
             raise ValueError(
                 f"`revision` belongs to a hub id, got {revision!r} for the local "

@@ -1,0 +1,40 @@
+"""Progress: a bar on a terminal, a few plain lines anywhere else."""
+
+import os
+from typing import TextIO
+
+from metrale_jax import checkpoint
+
+
+def run(stream: TextIO, num_steps: int = 1000) -> None:
+    total = num_steps * 10**6
+    with checkpoint.progress_bar("loading weights", stream=stream) as progress:
+        for step in range(num_steps + 1):
+            progress(step * 10**6, total, f"layer {step}")
+
+
+def test_log_gets_one_plain_line_per_tenth(tmp_path):
+    path = tmp_path / "log"
+    with path.open("w") as stream:
+        run(stream)
+    lines = path.read_text().splitlines()
+    assert lines[0] == "loading weights: 0% (0.00 of 1.00 GB)"
+    assert lines[-1] == "loading weights: 100% (1.00 of 1.00 GB)"
+    assert len(lines) == 11
+
+
+def test_terminal_gets_a_bar():
+    ours, theirs = os.openpty()
+    with open(theirs, "w") as stream:
+        run(stream)
+        text = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert "\x1b[" in text
+    assert "1.0/1.0 GB" in text
+
+
+def test_default_stream_is_standard_error(capsys):
+    with checkpoint.progress_bar() as progress:
+        progress(0, 0, "")
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "loading: 0% (0.00 of 0.00 GB)\n")
