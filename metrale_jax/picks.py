@@ -76,7 +76,7 @@ def _keep_top_k_top_p(
     """The tokens that top-k, then top-p keep; ties go to the lower id."""
     vocab_size = scaled.shape[-1]
     order = jnp.argsort(-scaled, axis=-1, stable=True)
-    ranks = jnp.arange(vocab_size)
+    ranks = jnp.arange(vocab_size)[None, None, :]
     top_k = jnp.where(sampling.top_k > 0, sampling.top_k, vocab_size)
     in_top_k = ranks < top_k[:, None, None]
     descending = jnp.take_along_axis(scaled, order, axis=-1)

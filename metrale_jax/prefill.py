@@ -66,10 +66,6 @@ def prefill(
     )
     last_row = jnp.maximum(num_tokens - 1, 0)[:, None, None]
     hidden = jnp.take_along_axis(output.hidden, last_row, axis=1)
-    layers = tuple(
-        _commit_layer(layer, values, gathered, slots, num_tokens)
-        for layer, values in zip(state.layers, output.layers, strict=True)
-    )
     length = gathered.length + num_tokens
     emission, first_token = _first_token(
         params, gathered, hidden, length, num_tokens, is_last, config
@@ -95,7 +91,10 @@ def prefill(
         last_token=_put(state.last_token, started_slots, first_token),
         active=_put(state.active, started_slots, ~emission.finished),
         finish_reason=_put(state.finish_reason, started_slots, emission.reason),
-        layers=layers,
+        layers=tuple(
+            _commit_layer(layer, values, gathered, written_slots, num_tokens)
+            for layer, values in zip(state.layers, output.layers, strict=True)
+        ),
     )
     return state, PrefillOutput(emission, output.hidden, output.taps)
 

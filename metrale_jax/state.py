@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 
 from metrale_jax import config as config_lib
 from metrale_jax import indices
@@ -125,7 +126,7 @@ def describe_state(
     config: config_lib.ModelConfig,
     decode: config_lib.DecodeConfig,
     *,
-    dtype: jnp.dtype,
+    dtype: DTypeLike,
 ) -> SequenceState:
     """Returns a SequenceState of `jax.ShapeDtypeStruct`: the one list of its shapes.
 
@@ -140,7 +141,7 @@ def describe_state(
     _check_sizes(config, decode)
     num_slots = decode.num_slots
 
-    def per_slot(value_dtype: jnp.dtype, *shape: int) -> Any:
+    def per_slot(value_dtype: DTypeLike, *shape: int) -> Any:
         return jax.ShapeDtypeStruct((num_slots, *shape), value_dtype)
 
     counts = per_slot(jnp.int32)
@@ -172,7 +173,7 @@ def init_state(
     config: config_lib.ModelConfig,
     decode: config_lib.DecodeConfig,
     *,
-    dtype: jnp.dtype,
+    dtype: DTypeLike,
 ) -> SequenceState:
     """Returns B free slots; see `describe_state` for arguments and errors.
 
@@ -228,7 +229,7 @@ def _reset_slot(state: SequenceState, slot: Array) -> SequenceState:
 
 
 def _neutral_value(
-    path: tuple, shape: tuple[int, ...], dtype: jnp.dtype, num_pages: int
+    path: tuple, shape: tuple[int, ...], dtype: DTypeLike, num_pages: int
 ) -> Array:
     """What a field holds in a free slot: 0, unless 0 would mean something."""
     match jax.tree_util.keystr(path):
@@ -252,9 +253,9 @@ def _describe_layer(
     kind: config_lib.LayerKind,
     config: config_lib.ModelConfig,
     decode: config_lib.DecodeConfig,
-    dtype: jnp.dtype,
+    dtype: DTypeLike,
 ) -> LayerState:
-    def array(value_dtype: jnp.dtype, *shape: int) -> Any:
+    def array(value_dtype: DTypeLike, *shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, value_dtype)
 
     if kind == "full_attention":

@@ -8,6 +8,7 @@ it. The classes are generic in their leaf, an array unless written otherwise:
 """
 
 import dataclasses
+import itertools
 import math
 from typing import Generic
 
@@ -268,13 +269,20 @@ def init_params(
     """
     specs = describe_params(config, dtype=dtype, with_mtp=with_mtp)
     leaves, treedef = jax.tree.flatten(specs)
-    keys = jax.random.split(rng_key, len(leaves))
-    values = [_init_leaf(spec, key) for spec, key in zip(leaves, keys, strict=True)]
-    return jax.tree.unflatten(treedef, values)
+    # One draw for all: a draw per shape would compile a program per shape.
+    sizes = [math.prod(spec.shape) for spec in leaves]
+    normal = jax.random.normal(rng_key, (sum(sizes),), jnp.float32)
+    ends = list(itertools.accumulate(sizes))
+    values = [
+        (_init_scale(spec) * normal[end - size : end]).reshape(spec.shape)
+        for spec, size, end in zip(leaves, sizes, ends, strict=True)
+    ]
+    return jax.tree.unflatten(
+        treedef,
+        [value.astype(spec.dtype) for value, spec in zip(values, leaves, strict=True)],
+    )
 
 
-def _init_leaf(spec: ParamSpec, rng_key: Array) -> Array:
+def _init_scale(spec: ParamSpec) -> float:
     is_matrix = len(spec.shape) > 1
-    scale = spec.shape[-1] ** -0.5 if is_matrix else 0.1
-    values = scale * jax.random.normal(rng_key, spec.shape, jnp.float32)
-    return values.astype(spec.dtype)
+    return spec.shape[-1] ** -0.5 if is_matrix else 0.1
