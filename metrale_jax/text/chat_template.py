@@ -16,7 +16,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from metrale_jax.text import template_worker
@@ -188,7 +188,7 @@ def _plain_tag(match: re.Match[str]) -> str:
     return f"{{%{left} {'endif' if is_end else 'if true'} {right}%}}"
 
 
-def _plain_messages(index: int, messages: Sequence[Message]) -> list[dict[str, Any]]:
+def _plain_messages(index: int, messages: Iterable[object]) -> list[dict[str, Any]]:
     """Messages without empty fields, and with reasoning under the usual name."""
     if isinstance(messages, (str, Mapping)):
         raise ValueError(

@@ -7,10 +7,11 @@ Decoding a window over the last few tokens does not reach that: it loses the lea
 space after a token without text, and waits for ever behind bytes that are no character.
 """
 
+import abc
 import codecs
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, SupportsIndex
 
 import tokenizers
 from tokenizers import decoders
@@ -56,7 +57,7 @@ class IncrementalDetokenizer:
         self._stages = _build_stages(tokenizer.decoder_description)
         self._finished = False
 
-    def feed(self, token_ids: Iterable[int]) -> str:
+    def feed(self, token_ids: Iterable[SupportsIndex]) -> str:
         """Takes the next tokens, 0 or more, and returns the text that they complete.
 
         Ids without a token (the padding of a vocabulary) have no text.
@@ -79,7 +80,7 @@ class IncrementalDetokenizer:
             tokens.extend(stage.finish())
         return "".join(tokens)
 
-    def _shown_tokens(self, token_ids: Iterable[int]) -> list[str]:
+    def _shown_tokens(self, token_ids: Iterable[SupportsIndex]) -> list[str]:
         special = self._tokenizer.special_tokens if self._skip_special_tokens else ()
         tokens = []
         for token_id in token_ids:
@@ -94,12 +95,16 @@ class IncrementalDetokenizer:
         return "".join(tokens)
 
 
-class _Stage(Protocol):
+class _Stage(abc.ABC):
     """One step of a decoder. After a fusing step, a "token" is a chunk of the text."""
 
-    def feed(self, token: str) -> Sequence[str]: ...
+    @abc.abstractmethod
+    def feed(self, token: str) -> Sequence[str]:
+        """Takes a token and returns the tokens that the next step gets."""
 
-    def finish(self) -> Sequence[str]: ...
+    def finish(self) -> Sequence[str]:
+        """Returns the tokens that were waiting for a further one."""
+        return ()
 
 
 def _build_stages(description: Mapping[str, Any] | None) -> list[_Stage]:
@@ -135,14 +140,13 @@ def _token_stage(step: Mapping[str, Any]) -> _Stage:
             return _ByteFallback()
         case "Replace":
             return _PerToken(decoders.Replace(_pattern(step), step["content"]))
-        case "Strip":
-            return _PerToken(
-                decoders.Strip(step["content"], step["start"], step["stop"])
-            )
-        case kind:
+        # With `stop` the library panics on tokens of nothing but that character.
+        case "Strip" if step["stop"] == 0:
+            return _PerToken(decoders.Strip(step["content"], step["start"], 0))
+        case _:
             raise NotImplementedError(
-                f"decoder {kind!r} can't be streamed; supported are "
-                f"{', '.join(_SUPPORTED_DECODERS)}."
+                f"decoder step {dict(step)} can't be streamed; supported are "
+                f"{', '.join(_SUPPORTED_DECODERS)} (Strip with `stop` 0)."
             )
 
 
@@ -151,7 +155,7 @@ def _fused_stage(step: Mapping[str, Any]) -> _Stage:
         return _StripStart(step["content"], step["start"])
     raise NotImplementedError(
         f"decoder step {dict(step)} can't be streamed behind a step that fuses the "
-        "tokens; supported there are Fuse and a Strip with `stop` 0."
+        "tokens; supported there are Fuse and Strip with `stop` 0."
     )
 
 
@@ -162,7 +166,7 @@ def _pattern(step: Mapping[str, Any]) -> str | tokenizers.Regex:
     return tokenizers.Regex(pattern["Regex"])
 
 
-class _PerToken:
+class _PerToken(_Stage):
     """A step of the tokenizers library that treats each token by itself."""
 
     def __init__(self, decoder: decoders.Decoder) -> None:
@@ -171,11 +175,8 @@ class _PerToken:
     def feed(self, token: str) -> Sequence[str]:
         return (self._decoder.decode([token]),)
 
-    def finish(self) -> Sequence[str]:
-        return ()
 
-
-class _JoinWithSpaces:
+class _JoinWithSpaces(_Stage):
     """What a tokenizer without a decoder does."""
 
     def __init__(self) -> None:
@@ -185,11 +186,8 @@ class _JoinWithSpaces:
         is_first, self._is_first = self._is_first, False
         return (token if is_first else f" {token}",)
 
-    def finish(self) -> Sequence[str]:
-        return ()
 
-
-class _Metaspace:
+class _Metaspace(_Stage):
     """Spaces are written as a visible character; the first token may drop its own."""
 
     def __init__(self, space: str, drops_first_space: bool) -> None:
@@ -200,11 +198,8 @@ class _Metaspace:
         drop, self._drop = self._drop, False
         return (token.replace(self._space, "" if drop else " "),)
 
-    def finish(self) -> Sequence[str]:
-        return ()
 
-
-class _StripStart:
+class _StripStart(_Stage):
     """Drops up to `count` copies of a character from the start of the fused text."""
 
     def __init__(self, character: str, count: int) -> None:
@@ -220,11 +215,8 @@ class _StripStart:
             self._count -= 1
         return (token,)
 
-    def finish(self) -> Sequence[str]:
-        return ()
 
-
-class _ByteLevel:
+class _ByteLevel(_Stage):
     """Every character of a token stands for a byte of UTF-8; fuses the tokens."""
 
     def __init__(self) -> None:
@@ -239,13 +231,13 @@ class _ByteLevel:
             if None in values
             else bytes(v for v in values if v is not None)
         )
-        return (self._decoder.decode(data),)
+        return (_decode_next(self._decoder, data),)
 
     def finish(self) -> Sequence[str]:
         return (self._decoder.decode(b"", final=True),)
 
 
-class _ByteFallback:
+class _ByteFallback(_Stage):
     """A run of `<0xNN>` tokens is text if all of it is UTF-8, else one U+FFFD each."""
 
     def __init__(self) -> None:
@@ -259,7 +251,7 @@ class _ByteFallback:
             return (_REPLACEMENT,)
         self._num_bytes += 1
         try:
-            self._text += self._decoder.decode(bytes.fromhex(match[1]))
+            self._text += _decode_next(self._decoder, bytes.fromhex(match[1]))
         except UnicodeDecodeError:
             self._is_broken = True
             return (_REPLACEMENT,) * self._num_bytes
@@ -278,6 +270,15 @@ class _ByteFallback:
         self._text = ""
         self._num_bytes = 0
         self._is_broken = False
+
+
+def _decode_next(decoder: codecs.IncrementalDecoder, data: bytes) -> str:
+    text = decoder.decode(data)
+    pending, _ = decoder.getstate()
+    # Python waits for the end of a surrogate, which is no character in UTF-8.
+    if pending[:1] == b"\xed" and pending[1:] >= b"\xa0":
+        text += decoder.decode(b"", final=True)
+    return text
 
 
 def byte_level_alphabet() -> dict[str, int]:

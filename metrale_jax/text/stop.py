@@ -66,7 +66,7 @@ class StopMatcher:
         return held
 
 
-def check_stop_strings(stop_strings: Sequence[str]) -> tuple[str, ...]:
+def check_stop_strings(stop_strings: Sequence[object]) -> tuple[str, ...]:
     """Returns the stop strings as a tuple.
 
     Raises:
@@ -77,13 +77,15 @@ def check_stop_strings(stop_strings: Sequence[str]) -> tuple[str, ...]:
             "`stop_strings` must be a sequence of strings, got the string "
             f"{stop_strings!r}; write [{stop_strings!r}]."
         )
+    checked = []
     for index, stop in enumerate(stop_strings):
         if not isinstance(stop, str) or not stop:
             raise ValueError(
                 f"`stop_strings`[{index}] must be a string of at least one character, "
                 f"got {stop!r}; leave it out."
             )
-    return tuple(stop_strings)
+        checked.append(stop)
+    return tuple(checked)
 
 
 class _Automaton:

@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Iterable, Sequence
+from typing import SupportsIndex
 
 from metrale_jax.text import detokenizer as detokenizer_lib
 from metrale_jax.text import stop as stop_lib
@@ -26,7 +27,7 @@ class TextStream:
         self,
         tokenizer: tokenizer_lib.Tokenizer,
         *,
-        end_token_ids: Sequence[int] = (),
+        end_token_ids: Sequence[SupportsIndex] = (),
         stop_strings: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
@@ -67,7 +68,7 @@ class TextStream:
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 
-    def feed(self, token_ids: Iterable[int]) -> str:
+    def feed(self, token_ids: Iterable[SupportsIndex]) -> str:
         """Takes the tokens of a round and returns the text that can be shown by now.
 
         Raises:

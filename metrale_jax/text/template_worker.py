@@ -111,10 +111,17 @@ def _render(
 def _limit_process(memory_bytes: int, seconds: int) -> None:
     import resource  # Not on every platform, so the importing process must not need it.
 
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    # Outlives the parent's clock only if the parent does not end this process itself.
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    limits = {
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_AS: memory_bytes,
+        # For a parent that has died: a living one ends this process by its own clock.
+        resource.RLIMIT_CPU: seconds,
+    }
+    for kind, limit in limits.items():
+        _, hard = resource.getrlimit(kind)
+        # A limit that is lower already can't be raised.
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (limit, limit))
 
 
 def _reply(request: dict[str, Any]) -> dict[str, Any]:

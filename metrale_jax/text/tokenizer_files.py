@@ -39,8 +39,6 @@ class TokenizerFiles:
       named_tokens: text of those of `bos_token`, `eos_token`, `pad_token` and
         `unk_token` that are set.
       extra_tokens: further special tokens that tokenizer_config.json lists.
-      adds_bos, adds_eos: whether encoding adds the token; None leaves it to
-        tokenizer.json.
       chat_templates: source of each chat template, by name.
     """
 
@@ -48,8 +46,6 @@ class TokenizerFiles:
     added_tokens: tuple[AddedToken, ...] = ()
     named_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
     extra_tokens: tuple[str, ...] = ()
-    adds_bos: bool | None = None
-    adds_eos: bool | None = None
     chat_templates: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -78,8 +74,6 @@ def read_tokenizer_files(folder: str | os.PathLike[str]) -> TokenizerFiles:
         added_tokens=_added_tokens(config),
         named_tokens=_named_tokens(config),
         extra_tokens=_extra_tokens(config),
-        adds_bos=_optional_bool(config, "add_bos_token"),
-        adds_eos=_optional_bool(config, "add_eos_token"),
         chat_templates=_chat_templates(folder, config),
     )
 
@@ -184,13 +178,6 @@ def _token_text(name: str, value: object) -> str:
     if not isinstance(content, str) or not content:
         raise ValueError(_rule(name, "a token's text or {'content': text}", value))
     return content
-
-
-def _optional_bool(config: Mapping[str, Any], name: str) -> bool | None:
-    value = config.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise ValueError(_rule(name, "true or false", value))
-    return value
 
 
 def _chat_templates(folder: pathlib.Path, config: Mapping[str, Any]) -> dict[str, str]:
