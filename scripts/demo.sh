@@ -4,8 +4,8 @@
 #
 #   bash scripts/demo.sh [CHECKPOINT FOLDER] [FLAG OF generate.py...]
 #
-# Without a folder it takes the checkpoint that is embedded in the package. A relative
-# folder is relative to where it is called from.
+# Without a folder it takes the checkpoint that is embedded in the package, without a
+# --prompt one of its own. A relative folder is relative to where it is called from.
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=scripts/venv.sh
@@ -22,6 +22,11 @@ if [[ ! -f $checkpoint/config.json ]]; then
   exit 2
 fi
 
+flags=(--checkpoint "$checkpoint" "$@")
+if [[ " ${flags[*]}" != *" --prompt"* ]]; then
+  flags+=(--prompt "def fibonacci(n):")
+fi
+
 extras=()
 if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
   extras+=(cuda12)
@@ -29,4 +34,4 @@ fi
 python=$(supported_python)
 # An empty array counts as unset in the bash of macOS.
 (cd -- "$root" && prepare_venv .venv "$python" ${extras[@]+"${extras[@]}"})
-exec "$root/.venv/bin/python" "$root/scripts/generate.py" --checkpoint "$checkpoint" "$@"
+exec "$root/.venv/bin/python" "$root/scripts/generate.py" "${flags[@]}"

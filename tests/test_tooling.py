@@ -354,12 +354,12 @@ def test_demo_takes_the_gpu_where_a_driver_answers(
     embedded = checkout.root / "metrale_jax/assets/demo"
     embedded.mkdir(parents=True)
     (embedded / "config.json").touch()
-    result = checkout.run("scripts/demo.sh", "--max_tokens=8")
+    result = checkout.run("scripts/demo.sh", "--prompt=x", "--seed=8")
     assert result.returncode == 0, result.stderr
     _, install, generate = checkout.calls()
     assert install.endswith(requirement)
     launcher = checkout.root / "scripts/generate.py"
-    assert generate == f"{launcher} --checkpoint {embedded} --max_tokens=8"
+    assert generate == f"{launcher} --checkpoint {embedded} --prompt=x --seed=8"
 
 
 def test_demo_takes_a_folder_relative_to_the_caller(
@@ -370,7 +370,8 @@ def test_demo_takes_a_folder_relative_to_the_caller(
     (tmp_path / "mine/config.json").touch()
     result = checkout.run("scripts/demo.sh", "mine", "--seed=1", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert checkout.calls()[-1].endswith("generate.py --checkpoint mine --seed=1")
+    generate = checkout.calls()[-1].partition("generate.py ")[2]
+    assert generate == "--checkpoint mine --seed=1 --prompt def fibonacci(n):"
 
 
 def test_demo_and_tests_share_one_environment(checkout: Checkout) -> None:
