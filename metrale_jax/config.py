@@ -7,7 +7,7 @@ Neither holds a mesh or a run-time switch, so both can be static arguments of `j
 import dataclasses
 import difflib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 LayerKind = Literal["full_attention", "linear_attention"]
@@ -187,12 +187,7 @@ class ModelConfig:
         _require_positive(self, "vocab_size", "hidden_size", "max_position")
         if not self.layers:
             raise ValueError("`layers` must name at least one layer, got none.")
-        for index, kind in enumerate(self.layers):
-            if kind not in ("full_attention", "linear_attention"):
-                raise ValueError(
-                    f"`layer_types`[{index}] must be 'full_attention' or "
-                    f"'linear_attention', got {kind!r}."
-                )
+        _check_layer_kinds(self.layers)
         if self.moe_layers and self.moe is None:
             raise ValueError("`moe_layers` names layers, but `moe` is None.")
         if len(self.moe_layers) < self.num_layers and self.ffn_size < 1:
@@ -396,6 +391,7 @@ def _read_layers(reader: _Reader) -> tuple[LayerKind, ...]:
                 f"`layer_types` must list {num_layers} kinds (num_hidden_layers), "
                 f"got {found}."
             )
+        _check_layer_kinds(kinds)
         return tuple(kinds)
     interval = reader.integer(
         "full_attention_interval", _DEFAULT_FULL_ATTENTION_INTERVAL
@@ -510,6 +506,15 @@ def _read_end_tokens(reader: _Reader, generation: Mapping[str, Any]) -> tuple[in
                 )
             tokens[token] = None
     return tuple(tokens)
+
+
+def _check_layer_kinds(kinds: Iterable[Any]) -> None:
+    for index, kind in enumerate(kinds):
+        if kind not in ("full_attention", "linear_attention"):
+            raise ValueError(
+                f"`layer_types`[{index}] must be 'full_attention' or "
+                f"'linear_attention', got {kind!r}."
+            )
 
 
 def _require_positive(config: object, *names: str) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any, BinaryIO
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from metrale_jax import config as config_lib
@@ -130,7 +129,7 @@ def _check_params(
                 f"{name} must be {spec.dtype}{list(spec.shape)} as `config` says, got "
                 f"{leaf.dtype}{list(leaf.shape)}."
             )
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        if not leaf.is_fully_addressable:
             raise ValueError(
                 f"{name} must be addressable from this process to be saved; gather it "
                 "first, for instance with `process_allgather`."
@@ -260,9 +259,10 @@ class _HostCopies:
         if id(leaf) not in self._copies:
             if len(self._copies) == _MAX_HOST_COPIES:
                 del self._copies[next(iter(self._copies))]
-            # An array remembers the host copy that it was asked for; this one is our
-            # own, so its host copy goes when we let go of it.
-            self._copies[id(leaf)] = np.asarray(jnp.copy(leaf))
+            # An array remembers the host copy that it was asked for. This one is ours
+            # alone, so that its host copy goes when we let go of it.
+            own = jax.device_put(leaf, leaf.sharding, may_alias=False)
+            self._copies[id(leaf)] = np.asarray(own)
         return self._copies[id(leaf)]
 
 
