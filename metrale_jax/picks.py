@@ -7,6 +7,7 @@ purpose) alone, so a seeded request gives the same tokens in any slot, batch or 
 
 import jax
 import jax.numpy as jnp
+from jax.extend import random as jax_random
 
 from metrale_jax import state as state_lib
 from metrale_jax.axes import Array, Bool, Float32, Int32, UInt32
@@ -92,9 +93,14 @@ def _keep_top_k_top_p(
 def random_key(
     request_key: UInt32[Array, " 2"], position: Int32[Array, ""], purpose: int
 ) -> Array:
-    """The key of one use of randomness: of a request, at a position, for a purpose."""
-    key = jax.random.wrap_key_data(request_key, impl="threefry2x32")
-    return jax.random.fold_in(jax.random.fold_in(key, position), purpose)
+    """The key of one use of randomness: of a request, at a position, for a purpose.
+
+    One hash of (position, purpose) under the request key: a bijection for each request,
+    so no two uses share a key.
+    """
+    use = jnp.stack([position.astype(jnp.uint32), jnp.uint32(purpose)])
+    key_data = jax_random.threefry_2x32(request_key, use)
+    return jax.random.wrap_key_data(key_data, impl="threefry2x32")
 
 
 def _gumbel_noise(

@@ -187,6 +187,32 @@ def init_state(
     )
 
 
+def greedy_request(decode: config_lib.DecodeConfig, *, slot: int) -> SlotRequest:
+    """A greedy request without a limit, on the slot's own run of pages.
+
+    For batches in which every slot has `pages_per_slot` pages, as `config.for_slots`
+    makes them; a `PageAllocator` shares fewer.
+    """
+    pages_per_slot = decode.pages_per_slot
+    first = slot * pages_per_slot
+    if not 0 <= slot < decode.num_slots or first + pages_per_slot > decode.num_pages:
+        raise ValueError(
+            f"`slot` must be in 0..{decode.num_slots - 1} and have {pages_per_slot} "
+            f"pages of its own among {decode.num_pages}, got {slot}."
+        )
+    return SlotRequest(
+        pages=jnp.arange(first, first + pages_per_slot, dtype=jnp.int32),
+        length_limit=jnp.int32(decode.max_length),
+        sampling=Sampling(
+            temperature=jnp.float32(0.0),
+            top_k=jnp.int32(0),
+            top_p=jnp.float32(1.0),
+            min_p=jnp.float32(0.0),
+            request_key=jnp.zeros(2, jnp.uint32),
+        ),
+    )
+
+
 def insert(state: SequenceState, slot: Array, request: SlotRequest) -> SequenceState:
     """Gives a slot (i32[]) to a request: resets it, then sets what the request brings.
 

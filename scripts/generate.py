@@ -12,7 +12,7 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ _PROMPT = flags.DEFINE_multi_string("prompt", [], "A prompt; may be repeated.")
 _PROMPT_FILE = flags.DEFINE_string(
     "prompt_file",
     None,
-    "A UTF-8 file that is one prompt; or, named *.jsonl, an object {\"prompt\": ...} "
+    'A UTF-8 file that is one prompt; or, named *.jsonl, an object {"prompt": ...} '
     "per line.",
 )
 _CHAT = flags.DEFINE_bool(
@@ -370,7 +370,9 @@ def _exit(message: str) -> None:
 def _parse_flags(argv: list[str]) -> list[str]:
     """Like absl's own parser, with one line and exit code 1 for a bad flag."""
     try:
-        return app.parse_flags_with_usage(argv) if _asks_help(argv) else flags.FLAGS(argv)
+        return (
+            app.parse_flags_with_usage(argv) if _asks_help(argv) else flags.FLAGS(argv)
+        )
     except flags.Error as error:
         _exit(f"{error} See --help.")
         return []

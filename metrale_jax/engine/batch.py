@@ -236,7 +236,9 @@ class _Batch:
         """Compiles every shape that this batch needs; returns the seconds it took."""
         begin = time.perf_counter()
         inert = self._state.num_slots
-        for length in sorted({_next_power_of_two(size) for size in self._chunk_sizes()}):
+        for length in sorted(
+            {_next_power_of_two(size) for size in self._chunk_sizes()}
+        ):
             self._prefill_chunk(inert, [0] * length, length, is_last=False)
         # No slot is active yet: this runs no round.
         self._run_rounds()

@@ -1,0 +1,358 @@
+"""Times decode steps and prefill beside the time to stream the weights.
+
+    python scripts/bench_decode.py                        # a random 35 M hybrid
+    python scripts/bench_decode.py --checkpoint=FOLDER
+
+Every measured program runs once per pass, in turn, so that a slow moment of the machine
+meets all of them; reported are medians over the passes. The yardstick is the time of
+one-row products with every matrix that a one-row step reads, one after another.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.console
+import rich.table
+from absl import app, flags, logging
+
+from metrale_jax import checkpoint as checkpoint_lib
+from metrale_jax import config as config_lib
+from metrale_jax import fold, prefill, verify
+from metrale_jax import state as state_lib
+from metrale_jax.axes import Array
+from metrale_jax.model import params as params_lib
+
+_CHECKPOINT = flags.DEFINE_string(
+    "checkpoint", None, "Folder or hub id; without one, a random 35 M hybrid."
+)
+_DTYPE = flags.DEFINE_enum(
+    "dtype", "float32", ["float32", "bfloat16"], "Of weights and caches."
+)
+_ROWS = flags.DEFINE_list(
+    "rows", ["1", "2", "4", "8", "16"], "Rows per verify, one sequence."
+)
+_BATCHES = flags.DEFINE_list(
+    "batches", ["1", "4", "16"], "Sequences that decode one row each."
+)
+_CONTEXT = flags.DEFINE_integer(
+    "context", 128, "Tokens inside the caches of every sequence.", lower_bound=1
+)
+_PREFILL_TOKENS = flags.DEFINE_integer(
+    "prefill_tokens", 256, "Tokens of the prefill chunk.", lower_bound=1
+)
+_PASSES = flags.DEFINE_integer("passes", 25, "Measured passes.", lower_bound=3)
+_IMPLEMENTATION = flags.DEFINE_string(
+    "implementation", None, "Of the kernels; by default the backend's own."
+)
+_JSON = flags.DEFINE_string("json", None, "File to write the figures to.")
+
+# 35 M parameters, as small targets for a CPU are: 6 recurrent and 2 attention layers.
+_HYBRID_35M = config_lib.parse_model_config(
+    dict(
+        model_type="qwen3_5_text",
+        vocab_size=8192,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=128,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        max_position_embeddings=4096,
+    )
+)
+_PAGE_SIZE = 64
+_WARM_UP_PASSES = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """One program, and its wall times in seconds, one per pass."""
+
+    name: str
+    num_tokens: int
+    seconds: tuple[float, ...]
+
+    @property
+    def median_seconds(self) -> float:
+        return float(np.median(self.seconds))
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"Unexpected arguments {argv[1:]}.")
+    logging.set_verbosity(logging.WARNING)
+    dtype = jnp.dtype(_DTYPE.value)
+    if _CHECKPOINT.value:
+        folder = checkpoint_lib.locate(_CHECKPOINT.value)
+        config, _ = checkpoint_lib.read_config(folder)
+        params = checkpoint_lib.load_params(folder, config, dtype=dtype)
+    else:
+        config = _HYBRID_35M
+        params = params_lib.init_params(config, rng_key=jax.random.key(0), dtype=dtype)
+    run(
+        params=params,
+        # An arbitrary token must not end a sequence in the middle of a measurement.
+        config=dataclasses.replace(config, end_token_ids=()),
+        dtype=dtype,
+        rows=[int(rows) for rows in _ROWS.value],
+        batches=[int(batch) for batch in _BATCHES.value],
+        json_path=_JSON.value,
+    )
+
+
+def run(
+    *,
+    params: params_lib.ModelParams,
+    config: config_lib.ModelConfig,
+    dtype: jnp.dtype,
+    rows: list[int],
+    batches: list[int],
+    json_path: str | None,
+) -> None:
+    matrices = _matrices_of_one_row(params, config)
+    programs: dict[str, tuple[int, Callable[[], object]]] = {}
+    for name, product in _ONE_ROW_PRODUCTS.items():
+        programs[f"stream weights ({name})"] = (1, _stream_program(matrices, product))
+    shapes = [(1, num_rows) for num_rows in rows]
+    shapes += [(batch, 1) for batch in batches if (batch, 1) not in shapes]
+    for batch, num_rows in shapes:
+        programs[f"batch {batch}, {num_rows} rows"] = (
+            batch * num_rows,
+            _step_program(params, config, dtype, batch, num_rows),
+        )
+    length = _PREFILL_TOKENS.value
+    programs[f"prefill of {length}"] = (
+        length,
+        _prefill_program(params, config, dtype, length),
+    )
+    measurements = _measure(programs, _PASSES.value)
+    num_bytes = sum(matrix.nbytes for matrix in matrices)
+    stream = min(
+        (m for m in measurements if m.name.startswith("stream")),
+        key=lambda m: m.median_seconds,
+    )
+    _print_table(measurements, stream, num_bytes)
+    if json_path is not None:
+        record = _as_record(measurements, stream, num_bytes, dtype)
+        pathlib.Path(json_path).write_text(json.dumps(record, indent=2) + "\n")
+
+
+def _matrices_of_one_row(
+    params: params_lib.ModelParams, config: config_lib.ModelConfig
+) -> list[Array]:
+    """Every matrix whose product one row takes; of experts, as many as are active."""
+    matrices = [params.output_head]
+    for leaf in jax.tree.leaves(params.layers):
+        if leaf.ndim == 2 and leaf.shape[1] > config.delta_net.conv_kernel_size:
+            matrices.append(leaf)
+        if leaf.ndim == 3:
+            assert config.moe is not None
+            matrices.extend(leaf[: config.moe.num_experts_per_token])
+    return matrices
+
+
+def _plain_product(matrix: Array, row: Array) -> Array:
+    return matrix @ row
+
+
+def _halved_product(matrix: Array, row: Array) -> Array:
+    """Both halves of the outputs at once: two cores of a CPU work side by side."""
+    if matrix.shape[0] % 2:
+        return matrix @ row
+    halves = matrix.reshape(2, -1, matrix.shape[1])
+    rows = jnp.broadcast_to(row[None, :], (2, row.shape[0]))
+    return jnp.einsum("poi,pi->po", halves, rows).reshape(-1)
+
+
+_ONE_ROW_PRODUCTS = {"plain": _plain_product, "halved": _halved_product}
+
+
+def _stream_program(
+    matrices: list[Array], product: Callable[[Array, Array], Array]
+) -> Callable[[], object]:
+    def stream(matrices: list[Array], row: Array) -> Array:
+        for matrix in matrices:
+            # Each product waits for the one before, as layers do.
+            inputs = jnp.resize(row, (matrix.shape[1],))
+            row = jnp.resize(product(matrix, inputs), row.shape) * 1e-2
+        return row
+
+    width = max(matrix.shape[1] for matrix in matrices)
+    row = jnp.ones(width, matrices[0].dtype)
+    compiled = jax.jit(stream).lower(matrices, row).compile()
+    return lambda: jax.block_until_ready(compiled(matrices, row))
+
+
+def _filled_state(
+    config: config_lib.ModelConfig,
+    dtype: jnp.dtype,
+    num_slots: int,
+    num_rows: int,
+    context: int,
+    room: int,
+) -> state_lib.SequenceState:
+    """Active slots with `context` tokens in their caches, contents arbitrary."""
+    decode = config_lib.for_slots(
+        num_slots, context + room, page_size=_PAGE_SIZE, max_drafts=num_rows - 1
+    )
+    state = state_lib.init_state(config, decode, dtype=dtype)
+    pages = jnp.arange(decode.num_pages, dtype=jnp.int32)
+    return state.replace(
+        length=jnp.full(num_slots, context, jnp.int32),
+        length_limit=jnp.full(num_slots, context + room, jnp.int32),
+        active=jnp.ones(num_slots, bool),
+        page_table=pages.reshape(num_slots, -1),
+    )
+
+
+def _step_program(
+    params: params_lib.ModelParams,
+    config: config_lib.ModelConfig,
+    dtype: jnp.dtype,
+    num_slots: int,
+    num_rows: int,
+) -> Callable[[], object]:
+    """Verify of K rows and apply, with every row accepted's worth of pending rows."""
+    context = _CONTEXT.value
+
+    @functools.partial(jax.jit, donate_argnames=("state",))
+    def step(
+        params: params_lib.ModelParams, state: state_lib.SequenceState
+    ) -> tuple[state_lib.SequenceState, object]:
+        drafts = jnp.zeros((num_slots, num_rows - 1), jnp.int32)
+        num_drafts = jnp.full(num_slots, num_rows - 1, jnp.int32)
+        verdict = verify.verify(
+            params,
+            state,
+            drafts,
+            num_drafts,
+            config=config,
+            implementation=_IMPLEMENTATION.value,
+        )
+        # As if all had been right: the most that a round can have to commit.
+        verdict = verdict.replace(num_accepted=num_drafts)
+        state, emission = fold.apply_verdict(state, verdict, config=config)
+        # Back to where it was, so that every pass does the same work.
+        return state.replace(length=jnp.full(num_slots, context, jnp.int32)), emission
+
+    state = _filled_state(config, dtype, num_slots, num_rows, context, room=64)
+    compiled = step.lower(params, state).compile()
+    box = [state]
+
+    def run_once() -> None:
+        box[0], emission = compiled(params, box[0])
+        jax.block_until_ready(emission)
+
+    return run_once
+
+
+def _prefill_program(
+    params: params_lib.ModelParams,
+    config: config_lib.ModelConfig,
+    dtype: jnp.dtype,
+    length: int,
+) -> Callable[[], object]:
+    @functools.partial(jax.jit, donate_argnames=("state",))
+    def step(
+        params: params_lib.ModelParams, state: state_lib.SequenceState
+    ) -> tuple[state_lib.SequenceState, object]:
+        state, output = prefill.prefill(
+            params,
+            state,
+            jnp.zeros(1, jnp.int32),
+            jnp.zeros((1, length), jnp.int32),
+            jnp.full(1, length, jnp.int32),
+            jnp.ones(1, bool),
+            config=config,
+            implementation=_IMPLEMENTATION.value,
+        )
+        return state.replace(length=jnp.zeros(1, jnp.int32)), output.emission
+
+    state = _filled_state(config, dtype, 1, 1, context=0, room=length + 64)
+    compiled = step.lower(params, state).compile()
+    box = [state]
+
+    def run_once() -> None:
+        box[0], emission = compiled(params, box[0])
+        jax.block_until_ready(emission)
+
+    return run_once
+
+
+def _measure(
+    programs: dict[str, tuple[int, Callable[[], object]]], num_passes: int
+) -> list[Measurement]:
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for index in range(_WARM_UP_PASSES + num_passes):
+        for name, (_, run_once) in programs.items():
+            begin = time.perf_counter()
+            run_once()
+            if index >= _WARM_UP_PASSES:
+                seconds[name].append(time.perf_counter() - begin)
+    return [
+        Measurement(name, num_tokens, tuple(seconds[name]))
+        for name, (num_tokens, _) in programs.items()
+    ]
+
+
+def _print_table(
+    measurements: list[Measurement], stream: Measurement, num_bytes: int
+) -> None:
+    one_row = next(m for m in measurements if m.num_tokens == 1 and "rows" in m.name)
+    table = rich.table.Table(
+        title=f"{jax.default_backend()}: {num_bytes / 1e6:.1f} MB of matrices a row"
+    )
+    for title in ("program", "ms", "x stream", "x one row", "tokens/s"):
+        table.add_column(title, justify="left" if title == "program" else "right")
+    for m in measurements:
+        table.add_row(
+            m.name,
+            f"{m.median_seconds * 1e3:.2f}",
+            f"{m.median_seconds / stream.median_seconds:.2f}",
+            f"{m.median_seconds / one_row.median_seconds:.2f}",
+            f"{m.num_tokens / m.median_seconds:.0f}",
+        )
+    rich.console.Console(width=88).print(table)
+
+
+def _as_record(
+    measurements: list[Measurement],
+    stream: Measurement,
+    num_bytes: int,
+    dtype: jnp.dtype,
+) -> dict[str, object]:
+    return {
+        "backend": jax.default_backend(),
+        "jax": jax.__version__,
+        "dtype": str(dtype),
+        "command": " ".join(sys.argv),
+        "matrix_bytes": num_bytes,
+        "stream_seconds": stream.median_seconds,
+        "programs": [
+            {
+                "name": m.name,
+                "num_tokens": m.num_tokens,
+                "median_seconds": m.median_seconds,
+                "min_seconds": min(m.seconds),
+                "over_stream": m.median_seconds / stream.median_seconds,
+                "tokens_per_second": m.num_tokens / m.median_seconds,
+            }
+            for m in measurements
+        ],
+    }
+
+
+if __name__ == "__main__":
+    app.run(main)
