@@ -324,7 +324,7 @@ def _next_power_of_two(size: int) -> int:
 def _slot_request(
     pages: np.ndarray, limit: int, request: SamplingParams
 ) -> state_lib.SlotRequest:
-    def value(number: float, dtype: type) -> Array:
+    def value(number: float | int, dtype: jax.typing.DTypeLike) -> Array:
         return jnp.asarray(number, dtype)
 
     return state_lib.SlotRequest(

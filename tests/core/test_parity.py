@@ -129,18 +129,6 @@ def test_decode_after_prefill(pair):
         assert (rows.max(-1) - chosen < FLOAT32_TOLERANCE * np.abs(rows).max()).all()
 
 
-def test_save_and_load_by_transformers(pair, tmp_path):
-    model, params, config = pair
-    folder = tmp_path / "saved"
-    raw = model.config.to_dict()
-    checkpoint.save_checkpoint(folder, params, raw, config)
-    again = type(model).from_pretrained(folder).eval()
-    prompt = random_tokens(20)
-    np.testing.assert_array_equal(
-        oracle.logits(again, prompt), oracle.logits(model, prompt)
-    )
-
-
 @pytest.mark.parametrize("kind", ["qwen3_5 dense", "qwen3_5 moe", "qwen3_next"])
 def test_bfloat16_layer_by_layer(kind, tmp_path):
     model = oracle.make_model(kind, torch.bfloat16)
