@@ -3,6 +3,7 @@
 import os
 
 _LONGEST_NAME = 200
+_LONGEST_PATH = 1000
 
 
 class CheckpointError(ValueError):
@@ -28,21 +29,21 @@ class CheckpointError(ValueError):
         self.tensor = tensor
         self.expected = expected
         self.found = found
-        place = [] if self.file is None else [shown(self.file)]
+        place = [] if self.file is None else [shown(self.file, _LONGEST_PATH)]
         place += [] if tensor is None else [f"`{shown(tensor)}`"]
         outcome = "" if expected is None else f"; expected {shown(expected)}"
         outcome += "" if found is None else f"; found {shown(found)}"
         super().__init__(": ".join([*place, problem]) + outcome)
 
 
-def shown(value: object) -> str:
+def shown(value: object, limit: int = _LONGEST_NAME) -> str:
     """Returns text that is safe in a one-line message: escaped, and cut if very long.
 
     Names come from files: they may hold line breaks, terminal codes, a megabyte.
     """
     text = str(list(value)) if isinstance(value, tuple) else str(value)
-    if len(text) > _LONGEST_NAME:
-        text = text[:_LONGEST_NAME] + "..."
+    if len(text) > limit:
+        text = text[:limit] + "..."
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 

@@ -194,6 +194,8 @@ class _Account:
         problems = []
         if missing:
             problems.append(f"missing {errors.listed(missing)}")
+        if missing and all(name.startswith(layout.MTP_PREFIX) for name in missing):
+            problems.append("the multi-token-prediction head, which many exports drop")
         if self._twice:
             problems.append(f"stored in two forms {errors.listed(self._twice)}")
         elif unused:

@@ -39,7 +39,7 @@ def locate(
       ValueError: `revision` for a local folder.
     """
     name = os.fspath(source)
-    folder = pathlib.Path(name).expanduser()
+    folder = pathlib.Path(os.path.expanduser(name))
     if name and _exists(folder):
         if revision is not None:
             raise ValueError(

@@ -139,7 +139,16 @@ def test_failure_of_the_hub_is_one_line(monkeypatch, error):
     assert raised.value.__cause__ is error
 
 
-NEITHER = ["/nonexistent/model", "./model", "../a/b", "model", "a/b/c", "", "a b/c"]
+NEITHER = [
+    "/nonexistent/model",
+    "./model",
+    "../a/b",
+    "model",
+    "a/b/c",
+    "",
+    "a b/c",
+    "~nobody-here/x",
+]
 
 
 @pytest.mark.parametrize("source", [*NEITHER, "a\0b", "x" * 5000])
