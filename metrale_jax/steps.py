@@ -10,9 +10,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from metrale_jax import chunk, fold
 from metrale_jax import config as config_lib
-from metrale_jax import fold
-from metrale_jax import prefill as prefill_lib
 from metrale_jax import state as state_lib
 from metrale_jax import verdict as verdict_lib
 from metrale_jax import verify as verify_lib
@@ -37,12 +36,12 @@ def prefill(
     config: config_lib.ModelConfig,
     taps: tuple[int, ...] = (),
     implementation: dispatch.Implementation | None = None,
-) -> tuple[state_lib.SequenceState, prefill_lib.PrefillOutput]:
+) -> tuple[state_lib.SequenceState, chunk.PrefillOutput]:
     """Appends a chunk of prompt to each named slot. Donates `state`.
 
-    See `metrale_jax.prefill.prefill` for the arguments.
+    See `metrale_jax.chunk.prefill` for the arguments.
     """
-    return prefill_lib.prefill(
+    return chunk.prefill(
         params,
         state,
         slots,

@@ -24,8 +24,8 @@ import rich.table
 from absl import app, flags, logging
 
 from metrale_jax import checkpoint as checkpoint_lib
+from metrale_jax import chunk, fold, verify
 from metrale_jax import config as config_lib
-from metrale_jax import fold, prefill, verify
 from metrale_jax import state as state_lib
 from metrale_jax.axes import Array
 from metrale_jax.model import params as params_lib
@@ -268,7 +268,7 @@ def _prefill_program(
     def step(
         params: params_lib.ModelParams, state: state_lib.SequenceState
     ) -> tuple[state_lib.SequenceState, object]:
-        state, output = prefill.prefill(
+        state, output = chunk.prefill(
             params,
             state,
             jnp.zeros(1, jnp.int32),

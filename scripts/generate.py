@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import rich.console
-from absl import app, flags
+from absl import app, flags, logging
 
 from metrale_jax import checkpoint as checkpoint_lib
 from metrale_jax import config as config_lib
@@ -101,6 +101,7 @@ class Request:
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         _exit(f"Unexpected arguments {argv[1:]}; a prompt is given as --prompt=TEXT.")
+    logging.set_verbosity(logging.WARNING)
     try:
         if not _CHECKPOINT.value:
             raise _UsageError(
@@ -126,6 +127,9 @@ def run(
 ) -> None:
     """Loads the checkpoint, runs the prompts, prints what they got."""
     console = rich.console.Console(stderr=True)
+    if request.stats_path is not None:
+        # Fails now rather than after the work.
+        pathlib.Path(request.stats_path).touch()
     begin = time.perf_counter()
     folder = checkpoint_lib.locate(checkpoint, revision=revision)
     config, _ = checkpoint_lib.read_config(folder)

@@ -23,7 +23,7 @@ LAYERS = (
     ("axes", "config", "indices"),
     ("model.params", "state", "verdict"),
     ("model",),
-    ("picks", "accept", "prefill", "verify", "fold"),
+    ("picks", "accept", "chunk", "verify", "fold"),
     ("drafters",),
     ("steps",),
     ("engine", "training"),

@@ -28,9 +28,8 @@ _COMMON = dict(
     max_position_embeddings=256,
 )
 
-DENSE = config_lib.parse_model_config(
-    _COMMON | dict(model_type="qwen3_5_text", intermediate_size=96)
-)
+RAW_DENSE = _COMMON | dict(model_type="qwen3_5_text", intermediate_size=96)
+DENSE = config_lib.parse_model_config(RAW_DENSE)
 MOE = config_lib.parse_model_config(
     _COMMON
     | dict(

@@ -1,0 +1,222 @@
+"""generate.py as a user meets it: what it prints, and how it refuses."""
+
+import importlib.util
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tokenizers
+from absl import flags
+from absl.testing import flagsaver
+from tokenizers import decoders, pre_tokenizers, trainers
+from tokenizers import models as tokenizer_models
+
+import tiny_models as models
+from metrale_jax import checkpoint
+
+SCRIPT = pathlib.Path(__file__).parents[2] / "scripts" / "generate.py"
+TEXT = "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1)\n" * 20
+
+
+@pytest.fixture(scope="session")
+def generate_module():
+    spec = importlib.util.spec_from_file_location("generate", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """A checkpoint as a user has one: config, weights, tokenizer."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "model"
+    raw = models.RAW_DENSE | dict(vocab_size=300, eos_token_id=0)
+    config_path = tmp_path_factory.mktemp("raw") / "config.json"
+    config_path.write_text(json.dumps(raw))
+    config, raw = checkpoint.read_config(config_path.parent)
+    params = models.make_params(config)
+    checkpoint.save_checkpoint(folder, params, raw, config)
+    tokenizer = tokenizers.Tokenizer(tokenizer_models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture
+def run(generate_module, capsys):
+    """Runs the script's main with flags; returns (exit code, stdout, stderr)."""
+
+    def run_with(*arguments):
+        argv = ["generate.py", "--compilation_cache=", *map(str, arguments)]
+        saved = flagsaver.save_flag_values()
+        code = 0
+        try:
+            generate_module.main(generate_module._parse_flags(argv))
+        except SystemExit as exit:
+            code = exit.code
+        finally:
+            flagsaver.restore_flag_values(saved)
+            flags.FLAGS.unparse_flags()
+        output = capsys.readouterr()
+        return code, output.out, output.err
+
+    return run_with
+
+
+@pytest.fixture(scope="session")
+def jsonl(generate_module, folder, tmp_path_factory):
+    """Three prompts, two of which run together; records and statistics."""
+    stats = tmp_path_factory.mktemp("stats") / "stats.json"
+    prompts = ["def", "return n", "é✓ 🙂"]
+    argv = ["generate.py", "--compilation_cache=", f"--checkpoint={folder}"]
+    argv += [f"--prompt={prompt}" for prompt in prompts]
+    argv += ["--max_new_tokens=9", "--batch_size=2", "--output=jsonl"]
+    return prompts, [*argv, f"--stats_json={stats}"], stats
+
+
+def test_jsonl_is_in_the_order_given(run, jsonl, folder):
+    prompts, argv, stats_path = jsonl
+    code, out, _ = run(*argv[2:])
+    assert code == 0
+    records = [json.loads(line) for line in out.splitlines()]
+    assert [record["prompt"] for record in records] == prompts
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for record in records:
+        assert record.keys() == {"prompt", "text", "token_ids", "finish_reason"}
+        ended = record["finish_reason"] == "stop"
+        assert ended or len(record["token_ids"]) == 9
+        shown = record["token_ids"][:-1] if ended else record["token_ids"]
+        assert tokenizer.decode(shown, skip_special_tokens=True) == record["text"]
+    stats = json.loads(stats_path.read_text())
+    assert stats["num_tokens"] == sum(len(record["token_ids"]) for record in records)
+    for name in ("compile_seconds", "load_seconds", "prefill_seconds"):
+        assert stats[name] > 0
+    assert stats["tokens_per_second"] > 0
+
+
+def test_text_and_prompt_file(run, folder, tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_text("return n")
+    arguments = (f"--checkpoint={folder}", "--max_new_tokens=9", "--batch_size=2")
+    code, from_flag, err = run(*arguments, "--prompt=def", "--prompt=return n")
+    assert code == 0
+    assert "prompt 1" in err
+    many = tmp_path / "prompts.jsonl"
+    many.write_text('{"prompt": "def"}\n\n{"prompt": "return n"}\n')
+    assert run(*arguments, f"--prompt_file={many}")[1] == from_flag
+    code, out, _ = run(*arguments, "--prompt=def", f"--prompt_file={path}")
+    assert out == from_flag
+
+
+def test_stop_string_ends_the_text(run, folder):
+    arguments = (f"--checkpoint={folder}", "--max_new_tokens=9", "--output=jsonl")
+    arguments += ("--prompt=def", "--prompt=return n")
+    free = [json.loads(line) for line in run(*arguments)[1].splitlines()]
+    stop = free[0]["text"][2:4]
+    code, out, _ = run(*arguments, f"--stop={stop}")
+    stopped = [json.loads(line) for line in out.splitlines()]
+    assert stopped[0]["text"] == free[0]["text"][: free[0]["text"].index(stop)]
+    assert stopped[0]["finish_reason"] == "stop"
+    assert len(stopped[0]["token_ids"]) < 9
+    if stop not in free[1]["text"]:
+        assert stopped[1] == free[1]
+
+
+def write_template(folder, tmp_path, template):
+    copy = tmp_path / "chat"
+    shutil.copytree(folder, copy)
+    (copy / "chat_template.jinja").write_text(template)
+    return copy
+
+
+def test_chat_uses_the_template(run, folder, tmp_path):
+    template = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
+    chat = write_template(folder, tmp_path, template)
+    arguments = ("--max_new_tokens=3", "--batch_size=1", "--output=jsonl")
+    code, out, _ = run(f"--checkpoint={chat}", "--chat", "--prompt=hi", *arguments)
+    assert code == 0
+    _, plain, _ = run(f"--checkpoint={chat}", "--prompt=<|im_start|>hi", *arguments)
+    assert json.loads(out)["token_ids"] == json.loads(plain)["token_ids"]
+
+
+def assert_refused(result, *parts):
+    code, out, err = result
+    assert code == 1
+    assert out == ""
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("generate.py: ")
+    for part in parts:
+        assert part in last
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "arguments, parts",
+    [
+        ([], ["No prompt"]),
+        (["--prompt="], ["Prompt 0 is empty"]),
+        (["--prompt=a", "--prompt="], ["Prompt 1 is empty"]),
+        (["--prompt=" + "x y " * 300], ["context is 256 tokens"]),
+        (["--prompt=a", "--temperature=-1"], ["temperature", "-1"]),
+        (["--prompt=a", "--temperature=warm"], ["temperature", "warm"]),
+        (["--prompt=a", "--top_p=0"], ["top_p"]),
+        (["--prompt=a", "--max_new_tokens=0"], ["max_new_tokens"]),
+        (["--prompt=a", "--seed=-1"], ["seed"]),
+        (["--prompt=a", "--dtype=int4"], ["dtype", "float32"]),
+        (["--prompt=a", "--output=xml"], ["output", "jsonl"]),
+        (["--prompt=a", "--batch_size=0"], ["batch_size"]),
+        (["--prompt=a", "--stop="], ["stop"]),
+        (["--prompt=a", "--promt=b"], ["promt"]),
+        (["--prompt=a", "extra"], ["extra"]),
+        (["--prompt_file=/nonexistent/file"], ["/nonexistent/file"]),
+        (["--prompt=a", "--chat"], ["chat template"]),
+        (["--prompt=a", "--stats_json=/nonexistent/s.json"], ["/nonexistent"]),
+    ],
+)
+def test_bad_requests_end_with_one_line(run, folder, arguments, parts):
+    assert_refused(run(f"--checkpoint={folder}", *arguments), *parts)
+
+
+@pytest.mark.parametrize("name", ["--checkpoint=/nonexistent/model", "--checkpoint="])
+def test_unreadable_checkpoints_end_with_one_line(run, name):
+    assert_refused(run(name, "--prompt=a"), "checkpoint")
+
+
+def test_bad_files_end_with_one_line(run, folder, tmp_path):
+    bad = tmp_path / "prompts.jsonl"
+    bad.write_text('{"prompt": "a"}\n{"promt": "b"}\n')
+    assert_refused(run(f"--checkpoint={folder}", f"--prompt_file={bad}"), f"{bad}:2")
+    bad.write_text("{")
+    assert_refused(run(f"--checkpoint={folder}", f"--prompt_file={bad}"), f"{bad}:1")
+    bad = tmp_path / "prompt.txt"
+    bad.write_bytes(b"\xff\xfe")
+    assert_refused(run(f"--checkpoint={folder}", f"--prompt_file={bad}"), "UTF-8")
+
+
+def test_an_endless_template_ends_with_one_line(run, folder, tmp_path):
+    template = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
+    chat = write_template(folder, tmp_path, template + "{% endfor %}")
+    result = run(f"--checkpoint={chat}", "--chat", "--prompt=a")
+    assert_refused(result, "template")
+
+
+def test_weights_that_are_not_finite_are_refused_when_asked(run, folder, tmp_path):
+    copy = tmp_path / "nan"
+    config, raw = checkpoint.read_config(folder)
+    params = checkpoint.load_params(folder, config, dtype=jnp.dtype(jnp.float32))
+    params = params.replace(final_norm=params.final_norm.at[3].set(jnp.nan))
+    checkpoint.save_checkpoint(copy, jax.block_until_ready(params), raw, config)
+    shutil.copy(folder / "tokenizer.json", copy)
+    result = run(f"--checkpoint={copy}", "--prompt=a", "--check_finite")
+    assert_refused(result, "norm")
