@@ -1,5 +1,6 @@
 """Prefill: runs chunks of prompts into slots, and picks the first token after them."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -75,7 +76,8 @@ def prefill(
     starts = is_last & ran
     written_slots = indices.inert_unless(ran, slots, state.num_slots)
     started_slots = indices.inert_unless(starts, slots, state.num_slots)
-    state = state.replace(
+    state = dataclasses.replace(
+        state,
         length=_put(state.length, written_slots, length),
         tokens=_write_prompt(
             state.tokens,
@@ -125,16 +127,19 @@ def _gather_slots(
     def fold_layer(layer: state_lib.LayerState) -> state_lib.LayerState:
         if not isinstance(layer, state_lib.RecurrentState):
             return layer
-        return layer.replace(
+        return dataclasses.replace(
+            layer,
             recurrent_state=gated_delta.fold(
                 layer.recurrent_state,
                 layer.pending,
                 gathered.num_pending,
                 implementation=implementation,
-            )
+            ),
         )
 
-    return gathered.replace(layers=tuple(fold_layer(la) for la in gathered.layers))
+    return dataclasses.replace(
+        gathered, layers=tuple(fold_layer(la) for la in gathered.layers)
+    )
 
 
 def _commit_layer(
@@ -150,7 +155,8 @@ def _commit_layer(
                 layer, values, gathered.page_table, gathered.length, num_tokens
             )
         case state_lib.RecurrentState(), transformer.ChunkState():
-            return layer.replace(
+            return dataclasses.replace(
+                layer,
                 recurrent_state=_put(
                     layer.recurrent_state, slots, values.recurrent_state
                 ),

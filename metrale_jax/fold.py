@@ -1,5 +1,7 @@
 """Applying a verdict: the only place where committed state advances by decoding."""
 
+import dataclasses
+
 import jax.numpy as jnp
 
 from metrale_jax import config as config_lib
@@ -34,7 +36,8 @@ def apply_verdict(
     last_token = jnp.take_along_axis(emitted, last_row, axis=1)[:, 0]
     hidden = jnp.take_along_axis(verdict.hidden, last_row[:, :, None], axis=1)[:, 0]
     finished = state.active & (reason != state_lib.RUNNING)
-    state = state.replace(
+    state = dataclasses.replace(
+        state,
         length=state.length + count,
         last_token=jnp.where(ran, last_token, state.last_token),
         tokens=write_tokens(state.tokens, state.length + 1, emitted, is_emitted),

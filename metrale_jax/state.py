@@ -5,6 +5,7 @@ only ways in which a slot changes owner; both reset every leaf of the slot to wh
 state holds (`_neutral_value`), so a new field is reset without being listed anywhere.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -223,7 +224,8 @@ def insert(state: SequenceState, slot: Array, request: SlotRequest) -> SequenceS
     def put(field: Array, value: Array) -> Array:
         return indices.write_rows(field, (slot,), value)
 
-    return fresh.replace(
+    return dataclasses.replace(
+        fresh,
         page_table=put(fresh.page_table, request.pages),
         length_limit=put(fresh.length_limit, request.length_limit),
         sampling=jax.tree.map(put, fresh.sampling, request.sampling),

@@ -1,7 +1,8 @@
 """Runs a fixed batch of prompts to completion: the host loop around the steps.
 
-The device decodes several rounds per visit; the host turns new tokens over to the caller,
-who may end a sequence early (a stop string, say). No sequence joins after the start.
+The device decodes several rounds per visit; the host turns new tokens over to the
+caller, who may end a sequence early (a stop string, say). No sequence joins after the
+start.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ import numpy as np
 from metrale_jax import config as config_lib
 from metrale_jax import picks, steps
 from metrale_jax import state as state_lib
+from metrale_jax import verdict as verdict_lib
 from metrale_jax.axes import Array
 from metrale_jax.engine import pages as pages_lib
 from metrale_jax.model import params as params_lib
@@ -248,12 +250,14 @@ class _Batch:
     def prefill(self, on_tokens: OnTokens | None) -> None:
         """Runs every prompt, chunk by chunk, and its first token."""
         for slot, prompt in enumerate(self._prompts):
-            for begin in range(0, len(prompt), self._options.chunk_length):
-                chunk = list(prompt[begin : begin + self._options.chunk_length])
+            chunk_length = self._options.chunk_length
+            for begin in range(0, len(prompt), chunk_length):
+                chunk = list(prompt[begin : begin + chunk_length])
                 is_last = begin + len(chunk) == len(prompt)
                 length = _next_power_of_two(len(chunk))
                 emission = self._prefill_chunk(slot, chunk, length, is_last=is_last)
-            self._take(slot, emission, row=0, on_tokens=on_tokens)
+                if is_last:
+                    self._take(slot, jax.device_get(emission), 0, on_tokens)
 
     def decode(self, on_tokens: OnTokens | None) -> None:
         """Runs rounds until every sequence has finished."""
@@ -261,7 +265,7 @@ class _Batch:
             emission = jax.device_get(self._run_rounds())
             for slot, reason in enumerate(self._reasons):
                 if reason is None:
-                    self._take(slot, emission, row=slot, on_tokens=on_tokens)
+                    self._take(slot, emission, slot, on_tokens)
 
     def completions(self) -> tuple[Completion, ...]:
         return tuple(
@@ -277,7 +281,7 @@ class _Batch:
 
     def _prefill_chunk(
         self, slot: int, chunk: list[int], length: int, *, is_last: bool
-    ) -> object:
+    ) -> verdict_lib.Emission:
         padded = chunk + [0] * (length - len(chunk))
         self._state, output = steps.prefill(
             self._params,
@@ -291,7 +295,7 @@ class _Batch:
         )
         return output.emission
 
-    def _run_rounds(self) -> object:
+    def _run_rounds(self) -> verdict_lib.Emission:
         self._state, emission = steps.decode_rounds(
             self._params,
             self._state,
@@ -302,16 +306,23 @@ class _Batch:
         return emission
 
     def _take(
-        self, slot: int, emission: object, row: int, on_tokens: OnTokens | None
+        self,
+        slot: int,
+        emission: verdict_lib.Emission,
+        row: int,
+        on_tokens: OnTokens | None,
     ) -> None:
-        """Takes a slot's new tokens, tells the caller, and notes how it ended."""
-        emission = jax.device_get(emission)
-        new_tokens = emission.tokens[row, : emission.count[row]].tolist()
+        """Takes a slot's new tokens, tells the caller, and notes how it ended.
+
+        `emission` has been fetched from the device.
+        """
+        new_tokens = emission.tokens[row, : int(emission.count[row])].tolist()
         self._tokens[slot].extend(new_tokens)
         if emission.finished[row]:
             self._reasons[slot] = _FINISH_REASONS[int(emission.reason[row])]
-        stops = bool(new_tokens) and on_tokens is not None
-        if stops and on_tokens(slot, new_tokens) and self._reasons[slot] is None:
+        if not new_tokens or on_tokens is None:
+            return
+        if on_tokens(slot, new_tokens) and self._reasons[slot] is None:
             self._reasons[slot] = "stop"
             self._state = steps.release(self._state, jnp.int32(slot))
 

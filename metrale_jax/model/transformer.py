@@ -58,10 +58,10 @@ def verify_rows(
     def mix(
         index: int, layer: params_lib.LayerParams, x: Array
     ) -> tuple[Array, verdict_lib.LayerRows]:
-        match state.layers[index]:
-            case state_lib.KVCache() as cache:
+        match layer.mixer, state.layers[index]:
+            case params_lib.AttentionParams() as mixer, state_lib.KVCache() as cache:
                 return attention.attention_rows(
-                    layer.mixer,
+                    mixer,
                     cache,
                     state.page_table,
                     state.length,
@@ -70,17 +70,20 @@ def verify_rows(
                     config=config,
                     implementation=implementation,
                 )
-            case state_lib.RecurrentState() as recurrent:
+            case (
+                params_lib.DeltaNetParams() as mixer,
+                state_lib.RecurrentState() as recurrent,
+            ):
                 return delta_net.delta_net_rows(
-                    layer.mixer,
+                    mixer,
                     recurrent,
                     state.num_pending,
                     x,
                     config=config,
                     implementation=implementation,
                 )
-            case other:
-                raise TypeError(f"`state.layers` holds a {type(other).__name__}.")
+            case mixer, other:
+                raise _mismatch(mixer, other)
 
     return _forward(params, tokens, mix, config, taps, implementation)
 
@@ -104,10 +107,10 @@ def prefill_chunk(
     def mix(
         index: int, layer: params_lib.LayerParams, x: Array
     ) -> tuple[Array, verdict_lib.KVRows | ChunkState]:
-        match state.layers[index]:
-            case state_lib.KVCache() as cache:
+        match layer.mixer, state.layers[index]:
+            case params_lib.AttentionParams() as mixer, state_lib.KVCache() as cache:
                 return attention.attention_rows(
-                    layer.mixer,
+                    mixer,
                     cache,
                     state.page_table,
                     state.length,
@@ -116,9 +119,12 @@ def prefill_chunk(
                     config=config,
                     implementation=implementation,
                 )
-            case state_lib.RecurrentState() as recurrent:
+            case (
+                params_lib.DeltaNetParams() as mixer,
+                state_lib.RecurrentState() as recurrent,
+            ):
                 output, matrix, window = delta_net.delta_net_chunk(
-                    layer.mixer,
+                    mixer,
                     recurrent.recurrent_state,
                     recurrent.conv_state,
                     num_tokens,
@@ -127,8 +133,8 @@ def prefill_chunk(
                     implementation=implementation,
                 )
                 return output, ChunkState(matrix, window)
-            case other:
-                raise TypeError(f"`state.layers` holds a {type(other).__name__}.")
+            case mixer, other:
+                raise _mismatch(mixer, other)
 
     return _forward(params, tokens, mix, config, taps, implementation)
 
@@ -139,6 +145,13 @@ def project_logits(
     """Logits of final hiddens, in float32."""
     with jax.named_scope("output_head"):
         return linear_lib.linear(hidden, params.output_head).astype(jnp.float32)
+
+
+def _mismatch(mixer: object, layer_state: object) -> TypeError:
+    return TypeError(
+        f"`params` has {type(mixer).__name__} where `state` has "
+        f"{type(layer_state).__name__}; were they made from one config?"
+    )
 
 
 def _rotation(

@@ -188,9 +188,15 @@ def test_bad_requests_end_with_one_line(run, folder, arguments, parts):
     assert_refused(run(f"--checkpoint={folder}", *arguments), *parts)
 
 
-@pytest.mark.parametrize("name", ["--checkpoint=/nonexistent/model", "--checkpoint="])
-def test_unreadable_checkpoints_end_with_one_line(run, name):
-    assert_refused(run(name, "--prompt=a"), "checkpoint")
+@pytest.mark.parametrize(
+    "argument, part",
+    [
+        ("--checkpoint=/nonexistent/model", "/nonexistent/model"),
+        ("--checkpoint=", "--checkpoint is missing"),
+    ],
+)
+def test_unreadable_checkpoints_end_with_one_line(run, argument, part):
+    assert_refused(run(argument, "--prompt=a"), part)
 
 
 def test_bad_files_end_with_one_line(run, folder, tmp_path):
