@@ -1,30 +1,40 @@
 #!/usr/bin/env bash
-# Generates text with speculative decoding, in a virtual environment that it makes on the
-# first call; on the GPU when an NVIDIA driver answers, else on the CPU.
+# Runs the main job in a virtual environment that it makes on the first call; on the GPU
+# when an NVIDIA driver answers, else on the CPU.
 #
-#   bash scripts/demo.sh [CHECKPOINT FOLDER] [FLAG OF generate.py...]
+#   bash scripts/demo.sh [CHECKPOINT FOLDER] [FLAG...]
 #
-# Without a folder it takes the checkpoint that is embedded in the package, without a
-# --prompt one of its own. A relative folder is relative to where it is called from.
+# Generates text with the checkpoint in the folder, or with the one that is embedded in the
+# package. While none is embedded, it says so and times decoding on random weights. Flags
+# are those of scripts/generate.py, or of scripts/bench_decode.py in the latter case. A
+# relative folder is relative to where it is called from.
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=scripts/venv.sh
 . "$root/scripts/venv.sh"
 
+script=generate.py
 checkpoint=$root/metrale_jax/assets/demo
 if [[ $# -gt 0 && $1 != -* ]]; then
   checkpoint=$1
   shift
-fi
-if [[ ! -f $checkpoint/config.json ]]; then
-  echo "No checkpoint in $checkpoint (it has no config.json);" \
-    "name the folder of one: bash scripts/demo.sh FOLDER" >&2
-  exit 2
+  if [[ ! -f $checkpoint/config.json ]]; then
+    echo "No checkpoint in $checkpoint (it has no config.json);" \
+      "name the folder of one: bash scripts/demo.sh FOLDER" >&2
+    exit 2
+  fi
+elif [[ ! -f $checkpoint/config.json ]]; then
+  echo "No trained checkpoint is embedded yet: timing plain decoding on random weights." \
+    "For text: bash scripts/demo.sh FOLDER" >&2
+  script=bench_decode.py
 fi
 
-flags=(--checkpoint "$checkpoint" "$@")
-if [[ " ${flags[*]}" != *" --prompt"* ]]; then
-  flags+=(--prompt "def fibonacci(n):")
+flags=("$@")
+if [[ $script == generate.py ]]; then
+  flags=(--checkpoint "$checkpoint" "$@")
+  if [[ " ${flags[*]}" != *" --prompt"* ]]; then
+    flags+=(--prompt "def fibonacci(n):")
+  fi
 fi
 
 extras=()
@@ -34,4 +44,4 @@ fi
 python=$(supported_python)
 # An empty array counts as unset in the bash of macOS.
 (cd -- "$root" && prepare_venv .venv "$python" ${extras[@]+"${extras[@]}"})
-exec "$root/.venv/bin/python" "$root/scripts/generate.py" "${flags[@]}"
+exec "$root/.venv/bin/python" "$root/scripts/$script" ${flags[@]+"${flags[@]}"}

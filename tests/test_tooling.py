@@ -326,14 +326,25 @@ def test_failing_tests_fail_the_script(checkout: Checkout) -> None:
     assert checkout.run("scripts/test.sh", fail="-m pytest").returncode == 3
 
 
-def test_demo_without_checkpoint_names_the_way_out(checkout: Checkout) -> None:
+def test_demo_of_a_folder_without_checkpoint_names_the_way_out(
+    checkout: Checkout,
+) -> None:
     checkout.add_python()
-    for args in [(), ("nowhere",), ("--temperature=1",)]:
-        result = checkout.run("scripts/demo.sh", *args)
-        assert result.returncode == 2
-        assert result.stderr.count("\n") == 1
-        assert "bash scripts/demo.sh FOLDER" in result.stderr
-        assert checkout.calls() == []
+    result = checkout.run("scripts/demo.sh", "nowhere")
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert "bash scripts/demo.sh FOLDER" in result.stderr
+    assert checkout.calls() == []
+
+
+def test_demo_without_embedded_checkpoint_times_decoding(checkout: Checkout) -> None:
+    checkout.add_python()
+    result = checkout.run("scripts/demo.sh", "--passes=3")
+    assert result.returncode == 0, result.stderr
+    assert "No trained checkpoint" in result.stderr
+    assert "bash scripts/demo.sh FOLDER" in result.stderr
+    launcher = checkout.root / "scripts/bench_decode.py"
+    assert checkout.calls()[-1] == f"{launcher} --passes=3"
 
 
 @pytest.mark.parametrize(
