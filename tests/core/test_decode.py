@@ -64,6 +64,7 @@ def test_decode_equals_prefill_of_the_same_tokens(target, prompt_length):
     )
 
 
+@pytest.mark.smoke
 def test_a_slot_decodes_the_same_alone_and_in_a_batch(target):
     params, config = target
     batch = models.make_state(config)
@@ -361,6 +362,7 @@ def test_donated_state_is_reused_and_memory_stays_flat():
     assert len(after & before) >= matrices_and_pages
 
 
+@pytest.mark.smoke
 def test_verify_leaves_the_state_unchanged(target):
     params, config = target
     batch = models.make_state(config)

@@ -60,6 +60,7 @@ def test_rules_do_not_depend_on_the_order_of_ids():
     assert kept_tokens(PROBS[::-1], top_k=3, top_p=0.75) == [3, 4]
 
 
+@pytest.mark.smoke
 def test_ties_go_to_the_lower_id():
     assert kept_tokens([0.25] * 4, top_k=2) == [0, 1]
     assert kept_tokens([0.25] * 4, top_p=0.6) == [0, 1, 2]
