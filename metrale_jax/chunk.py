@@ -53,7 +53,11 @@ def prefill(
       num_tokens: how many tokens of each chunk count; 0 leaves the slot as it is.
       is_last: the chunk completes its prompt: a first token is picked, and the slot
         becomes active unless that token already ends it.
+
+    Raises:
+      ValueError: the arguments don't describe the same R chunks.
     """
+    _check_chunks(slots, tokens, num_tokens, is_last)
     num_tokens = jnp.where(slots < state.num_slots, num_tokens, 0)
     gathered = _gather_slots(state, slots, implementation)
     output = transformer.prefill_chunk(
@@ -99,6 +103,25 @@ def prefill(
         ),
     )
     return state, PrefillOutput(emission, output.hidden, output.taps)
+
+
+def _check_chunks(
+    slots: Array, tokens: Array, num_tokens: Array, is_last: Array
+) -> None:
+    shapes = (slots.shape, tokens.shape[:1], num_tokens.shape, is_last.shape)
+    if tokens.ndim != 2 or len(set(shapes)) > 1:
+        raise ValueError(
+            "`slots`, `tokens`, `num_tokens` and `is_last` must be [R], [R, T], [R] "
+            f"and [R], got {slots.shape}, {tokens.shape}, {num_tokens.shape} and "
+            f"{is_last.shape}."
+        )
+    if is_last.dtype != jnp.bool_ or any(
+        array.dtype != jnp.int32 for array in (slots, tokens, num_tokens)
+    ):
+        raise ValueError(
+            "`slots`, `tokens` and `num_tokens` must be int32 and `is_last` bool, got "
+            f"{slots.dtype}, {tokens.dtype}, {num_tokens.dtype} and {is_last.dtype}."
+        )
 
 
 def _put(field: Array, slots: Array, values: Array) -> Array:

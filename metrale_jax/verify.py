@@ -28,7 +28,12 @@ def verify(
     Row j's pick is the token after row j's input; draft j + 1 is right while it equals
     that pick and all drafts before it were right. The bonus token is the pick of the
     last accepted row. Drafts past a slot's `num_drafts` are never accepted.
+
+    Raises:
+      ValueError: `drafts` or `num_drafts` is not int32 of B slots.
     """
+    check_slots("drafts", drafts, state.num_slots, ndim=2)
+    check_slots("num_drafts", num_drafts, state.num_slots, ndim=1)
     tokens = jnp.concatenate([state.last_token[:, None], drafts], axis=1)
     output = transformer.verify_rows(
         params, state, tokens, config=config, taps=taps, implementation=implementation
@@ -56,3 +61,14 @@ def verify(
         taps=output.taps,
         layers=output.layers,
     )
+
+
+def check_slots(name: str, array: Array, num_slots: int, *, ndim: int) -> None:
+    """Raises ValueError unless the array is int32 with B slots in front."""
+    fits = array.ndim == ndim and array.shape[0] == num_slots
+    if not fits or array.dtype != jnp.int32:
+        expected = f"int32[{num_slots}, J]" if ndim == 2 else f"int32[{num_slots}]"
+        raise ValueError(
+            f"`{name}` must be {expected} for a state of {num_slots} slots, got "
+            f"{array.dtype}{list(array.shape)}."
+        )

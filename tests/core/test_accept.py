@@ -13,7 +13,7 @@ from metrale_jax import accept
 VOCAB_SIZE = 3
 NUM_DRAFTS = 3
 TOLERANCE = 1e-12
-# A threshold that is 1 but for rounding leaves such an outcome, which no uniform reaches.
+# A threshold of 1 but for rounding leaves such an outcome, which no uniform reaches.
 NEGLIGIBLE = 1e-15
 # The largest uniform that a draft can meet.
 ALMOST_ONE = np.nextafter(1.0, 0.0)

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -24,6 +25,14 @@ ABSOLUTE_TOLERANCE = 2e-5
 def target(request):
     config = models.CONFIGS[request.param]
     return models.make_params(config), config
+
+
+@pytest.fixture
+def unchecked():
+    """Without the tests' type checker, as users run the library."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def assert_same_slot(actual, expected, *, exact=False):
@@ -437,7 +446,7 @@ def test_sizes_beyond_the_target_are_refused():
         state_lib.describe_state(models.DENSE, huge, dtype=jnp.dtype(jnp.float32))
 
 
-def test_more_rows_than_pending_room_are_refused():
+def test_more_rows_than_pending_room_are_refused(unchecked):
     config = models.DENSE
     params = models.make_params(config)
     batch = models.start(params, config, models.make_state(config), 0, PROMPTS[0])
@@ -454,3 +463,25 @@ def test_more_rows_than_pending_room_are_refused():
         )
     with pytest.raises(ValueError, match="3 columns"):
         steps.verify_k4(params, batch, jnp.zeros((3, 5), jnp.int32), config=config)
+
+
+def test_arguments_that_do_not_fit_are_refused(unchecked):
+    config = models.DENSE
+    params = models.make_params(config)
+    state = models.make_state(config)
+    drafts, counts = jnp.zeros((3, 2), jnp.int32), jnp.zeros(3, jnp.int32)
+    verify = functools.partial(steps.verify_batched, params, state, config=config)
+    with pytest.raises(ValueError, match=r"drafts` must be int32\[3, J\].*\[2, 2\]"):
+        verify(drafts[:2], counts)
+    with pytest.raises(ValueError, match=r"num_drafts` must be int32\[3\].*\[3, 2\]"):
+        verify(drafts, drafts)
+    with pytest.raises(ValueError, match="drafts` must be int32.*float32"):
+        verify(drafts.astype(jnp.float32), counts)
+    prefill = functools.partial(steps.prefill, params, state, config=config)
+    one, last = jnp.zeros(1, jnp.int32), jnp.ones(1, bool)
+    with pytest.raises(ValueError, match=r"must be \[R\], \[R, T\]"):
+        prefill(one, one, one, last)
+    with pytest.raises(ValueError, match=r"must be \[R\], \[R, T\]"):
+        prefill(one, drafts, one, last)
+    with pytest.raises(ValueError, match="is_last` bool"):
+        prefill(one, one[None], one, one)
