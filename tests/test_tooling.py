@@ -405,7 +405,7 @@ def test_ci_runs_every_step_and_fails_with_any(checkout: Checkout, fail: str) ->
         "-m ruff check .",
         "-m ruff format --check .",
         "-m pyright",
-        "-m pytest",
+        "-m pytest -n 2 --dist loadfile",
     ]
     assert "Skipped: no Python 3.12" in result.stderr
     assert ("Failed: " in result.stderr) == (fail != "")
