@@ -2,6 +2,11 @@
 
 Per value head, with S the state [Dk, Dv], and rows in order:
   S = exp(g) S;   u = beta (v - S^T k);   S = S + k u^T;   o = S^T q.
+
+This is also the strict tier: folding rows together gives the bits of folding them one
+by one, and K rows those of K single rows. Every state is advanced by the same loop,
+`fold`, whose trip count the compiler cannot know: it would otherwise fuse the update
+with what surrounds it, and round its two products now together, now apart.
 """
 
 import jax
@@ -15,16 +20,21 @@ def fold(
     state: jax.Array, pending: records_lib.Records, num_pending: jax.Array
 ) -> jax.Array:
     """See `api.fold`."""
-
-    def step(state, row):
-        index, record = row
-        live = (index < num_pending)[:, None, None, None]
-        return jnp.where(live, _advance(state, record), state), None
-
     num_rows = pending.keys.shape[1]
-    rows = (jnp.arange(num_rows), jax.tree.map(_rows_first, pending))
-    state, _ = lax.scan(step, state, rows)
-    return state
+    # A row of padding, never read, keeps the loop's record a function of its index:
+    # what does not depend on the index is computed outside, and rounded otherwise.
+    pending = jax.tree.map(_pad_one_row, pending)
+
+    def add_row(index, state):
+        record = jax.tree.map(
+            lambda x: lax.dynamic_index_in_dim(x, index, axis=1, keepdims=False),
+            pending,
+        )
+        live = (index < num_pending)[:, None, None, None]
+        return jnp.where(live, _advance(state, record), state)
+
+    stop = jnp.minimum(jnp.max(num_pending), num_rows)
+    return lax.fori_loop(0, stop, add_row, state)
 
 
 def verify(
@@ -38,11 +48,13 @@ def verify(
     betas: jax.Array,
 ) -> records_lib.VerifyOutput:
     """See `api.verify`."""
-    folded = fold(state, pending, num_pending)
-    rows = tuple(map(_rows_first, (queries, keys, values, log_decays, betas)))
-    _, (outputs, deltas) = lax.scan(_step, folded, rows)
-    records = records_lib.Records(keys, _rows_second(deltas), log_decays)
-    return records_lib.VerifyOutput(_rows_second(outputs), folded, records)
+    state = fold(state, pending, num_pending)
+    # Always all rows, but not to the compiler's knowledge; see the module's docstring.
+    lengths = jnp.where(num_pending >= 0, keys.shape[1], 0)
+    rows = (queries, keys, values, log_decays, betas)
+    _, outputs, deltas = _run_rows(state, rows, lengths)
+    records = records_lib.Records(keys, deltas, log_decays)
+    return records_lib.VerifyOutput(outputs, state, records)
 
 
 def prefill(
@@ -58,29 +70,30 @@ def prefill(
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.prefill`; rows are not grouped, so `chunk_size` has no effect."""
     del chunk_size
+    rows = (queries, keys, values, log_decays, betas)
+    state, outputs, _ = _run_rows(state, rows, lengths)
+    return outputs, state
+
+
+def _run_rows(state, rows, lengths):
+    """Returns the state after `lengths` rows, outputs and deltas [B, K, Hv, Dv]."""
 
     def step(state, row):
-        index, inputs = row
-        new_state, (output, _) = _step(state, inputs)
+        index, (query, key, value, log_decay, beta) = row
+        group_size = value.shape[1] // key.shape[1]
+        decayed = jnp.exp(log_decay)[..., None, None] * state
+        predicted = _read(decayed, _per_value_head(key, group_size))
+        delta = beta[..., None] * (value - predicted)
+        record = records_lib.Records(key[:, None], delta[:, None], log_decay[:, None])
         live = index < lengths
-        state = jnp.where(live[:, None, None, None], new_state, state)
-        return state, jnp.where(live[:, None, None], output, 0)
+        state = fold(state, record, live.astype(jnp.int32))
+        output = _read(state, _per_value_head(query, group_size))
+        return state, (jnp.where(live[:, None, None], output, 0), delta)
 
-    rows = tuple(map(_rows_first, (queries, keys, values, log_decays, betas)))
-    state, outputs = lax.scan(step, state, (jnp.arange(keys.shape[1]), rows))
-    return _rows_second(outputs), state
-
-
-def _step(state, row):
-    """One row: returns the new state and (output, delta), both [B, Hv, Dv]."""
-    query, key, value, log_decay, beta = row
-    group_size = value.shape[1] // key.shape[1]
-    decayed = jnp.exp(log_decay)[..., None, None] * state
-    predicted = jnp.sum(decayed * _per_value_head(key, group_size)[..., None], axis=2)
-    delta = beta[..., None] * (value - predicted)
-    state = _advance(state, records_lib.Records(key, delta, log_decay))
-    output = jnp.sum(state * _per_value_head(query, group_size)[..., None], axis=2)
-    return state, (output, delta)
+    index = jnp.arange(rows[0].shape[1])
+    by_row = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), rows)
+    state, (outputs, deltas) = lax.scan(step, state, (index, by_row))
+    return state, jnp.moveaxis(outputs, 0, 1), jnp.moveaxis(deltas, 0, 1)
 
 
 def _advance(state: jax.Array, record: records_lib.Records) -> jax.Array:
@@ -91,14 +104,15 @@ def _advance(state: jax.Array, record: records_lib.Records) -> jax.Array:
     return decayed + key[..., None] * delta[:, :, None, :]
 
 
+def _read(state: jax.Array, x: jax.Array) -> jax.Array:
+    """S^T x: [B, Hv, Dk, Dv] and [B, Hv, Dk] give [B, Hv, Dv]."""
+    return jnp.einsum("bhk,bhkv->bhv", x, state, precision=lax.Precision.HIGHEST)
+
+
 def _per_value_head(x: jax.Array, group_size: int) -> jax.Array:
     """[B, Hk, D] -> [B, Hv, D]: value head h uses key head h // group_size."""
     return jnp.repeat(x, group_size, axis=1)
 
 
-def _rows_first(x: jax.Array) -> jax.Array:
-    return jnp.moveaxis(x, 1, 0)
-
-
-def _rows_second(x: jax.Array) -> jax.Array:
-    return jnp.moveaxis(x, 0, 1)
+def _pad_one_row(x: jax.Array) -> jax.Array:
+    return jnp.pad(x, [(0, 0), (0, 1)] + [(0, 0)] * (x.ndim - 2))
