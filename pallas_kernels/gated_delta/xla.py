@@ -91,7 +91,7 @@ def _run_rows(state, queries, keys, values, log_decays, betas):
     overlap = _matmul(both, jnp.swapaxes(keys, 2, 3))
     overlap = jnp.repeat(overlap, group_size, axis=1)
     mixing = betas[..., None] * between * overlap[:, :, :num_rows]
-    deltas = _matmul(_inverse(mixing), residual)
+    deltas = _solve(mixing, residual)
     outputs = from_start[..., None] * products[:, :, num_rows:]
     outputs += _matmul(between * overlap[:, :, num_rows:], deltas)
     return outputs, deltas
@@ -116,30 +116,20 @@ def _fold(state, keys, deltas, log_decays):
     return state
 
 
-def _inverse(mixing: jax.Array) -> jax.Array:
-    """Returns (I + strictly lower part of mixing)^-1, [B, H, K, K].
-
-    Small ones row by row, larger ones from the inverses of their diagonal blocks. With
-    keys of length 1 and betas of at most 1 no entry exceeds 1: u_i answers v_j through
-    a product of contractions.
-    """
-    num_rows = mixing.shape[2]
+def _solve(mixing: jax.Array, residual: jax.Array) -> jax.Array:
+    """Solves (I + strictly lower part of mixing) x = residual over the row axis."""
+    num_rows = residual.shape[2]
     if num_rows > _MAX_UNROLLED_ROWS:
-        half = num_rows // 2
-        first = _inverse(mixing[:, :, :half, :half])
-        second = _inverse(mixing[:, :, half:, half:])
-        below = -_matmul(second, _matmul(mixing[:, :, half:, :half], first))
-        above = jnp.zeros((*mixing.shape[:2], half, num_rows - half), mixing.dtype)
-        top = jnp.concatenate([first, above], axis=3)
-        bottom = jnp.concatenate([below, second], axis=3)
-        return jnp.concatenate([top, bottom], axis=2)
-    rows = []
-    for i, unit in enumerate(np.eye(num_rows, dtype=np.float32)):
-        row = jnp.broadcast_to(unit, (*mixing.shape[:2], num_rows))
-        for j, earlier in enumerate(rows):
+        return lax.linalg.triangular_solve(
+            mixing, residual, left_side=True, lower=True, unit_diagonal=True
+        )
+    solution = []
+    for i in range(num_rows):
+        row = residual[:, :, i]
+        for j, earlier in enumerate(solution):
             row -= mixing[:, :, i, j, None] * earlier
-        rows.append(row)
-    return jnp.stack(rows, axis=2)
+        solution.append(row)
+    return jnp.stack(solution, axis=2)
 
 
 def _decays(log_decays: jax.Array) -> tuple[jax.Array, jax.Array]:
