@@ -44,11 +44,11 @@ def prefill(
 ) -> tuple[state_lib.SequenceState, PrefillOutput]:
     """Appends a chunk to each named slot; a prompt's last chunk starts decoding.
 
-    Any split of a prompt into chunks gives the same state, within the tolerance of the
-    chunked recurrence.
+    Donates `state` when called as a step. Any split of a prompt into chunks gives the
+    same state, within the tolerance of the chunked recurrence.
 
     Args:
-      slots: distinct slots; B is inert and pads the call.
+      slots: distinct slots; one outside of 0..B-1 is inert and pads the call.
       tokens: the chunks, padded to a common length.
       num_tokens: how many tokens of each chunk count; 0 leaves the slot as it is.
       is_last: the chunk completes its prompt: a first token is picked, and the slot
@@ -58,7 +58,8 @@ def prefill(
       ValueError: the arguments don't describe the same R chunks.
     """
     _check_chunks(slots, tokens, num_tokens, is_last)
-    num_tokens = jnp.where(slots < state.num_slots, num_tokens, 0)
+    is_slot = (slots >= 0) & (slots < state.num_slots)
+    num_tokens = jnp.where(is_slot, num_tokens, 0)
     gathered = _gather_slots(state, slots, implementation)
     output = transformer.prefill_chunk(
         params,

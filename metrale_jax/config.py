@@ -245,14 +245,23 @@ class DecodeConfig:
     @property
     def pages_per_slot(self) -> int:
         """Pages that a slot of `max_length` tokens needs."""
-        return -(-self.max_length // self.page_size)
+        return pages_for(self.max_length, self.page_size)
+
+
+def pages_for(num_tokens: int, page_size: int) -> int:
+    """Pages of `page_size` tokens that hold `num_tokens` tokens."""
+    if page_size < 1:
+        raise ValueError(f"`page_size` must be positive, got {page_size}.")
+    if num_tokens < 0:
+        raise ValueError(f"`num_tokens` must not be negative, got {num_tokens}.")
+    return -(-num_tokens // page_size)
 
 
 def for_slots(
     num_slots: int, max_length: int, *, page_size: int = 64, max_drafts: int = 0
 ) -> DecodeConfig:
     """Returns a DecodeConfig with a page for every position of every slot."""
-    pages_per_slot = -(-max_length // page_size)
+    pages_per_slot = pages_for(max_length, page_size)
     return DecodeConfig(
         num_slots=num_slots,
         max_length=max_length,

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax.numpy as jnp
 
 from metrale_jax import config as config_lib
@@ -20,10 +21,15 @@ def apply_verdict(
 ) -> tuple[state_lib.SequenceState, verdict_lib.Emission]:
     """Emits the accepted drafts and the bonus token, and commits the rows they rest on.
 
+    Donates `state` when called as a step.
+
     A slot that ends inside its accepted drafts ends as plain decoding would have ended:
     its caches hold all but its last emitted token. A slot whose logits were not finite
     emits nothing, keeps its state, and finishes with `FINISHED_ERROR`.
     """
+    per_slot = (verdict.num_accepted, verdict.bonus_token, verdict.is_finite)
+    # A verdict of another state fails here, while tracing.
+    chex.assert_shape(per_slot, (state.num_slots,))
     num_rows = verdict.hidden.shape[1]
     emitted = _emitted_tokens(verdict)
     count, reason = _count_and_reason(state, verdict, emitted, config)

@@ -19,11 +19,14 @@ def inert_unless(
     return jnp.where(condition & is_inside, index, size)
 
 
-def write_rows(array: Array, indices: tuple[Array, ...], values: Array) -> Array:
-    """Returns `array` with `array[indices] = values`; inert indices write nothing.
+def write_rows(array: Array, index: tuple[Array, ...], values: Array) -> Array:
+    """Returns `array` with `array[index] = values`; inert indices write nothing.
 
-    `indices` address the leading axes and must be distinct where they are not inert.
+    `index` addresses the leading axes; what is outside of an axis, negative numbers
+    included, is inert. The rest must be distinct.
     """
-    return array.at[indices].set(
-        values.astype(array.dtype), mode="drop", unique_indices=False
+    inside = tuple(
+        jnp.where(part < 0, size, part)
+        for part, size in zip(index, array.shape, strict=False)
     )
+    return array.at[inside].set(values.astype(array.dtype), mode="drop")

@@ -217,6 +217,7 @@ def greedy_request(decode: config_lib.DecodeConfig, *, slot: int) -> SlotRequest
 def insert(state: SequenceState, slot: Array, request: SlotRequest) -> SequenceState:
     """Gives a slot (i32[]) to a request: resets it, then sets what the request brings.
 
+    Donates `state` when called as a step; so does `release`.
     The slot is not active until `prefill` has run its whole prompt.
     """
     fresh = _reset_slot(state, slot)

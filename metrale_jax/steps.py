@@ -6,6 +6,7 @@ after.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from metrale_jax import config as config_lib
 from metrale_jax import state as state_lib
 from metrale_jax import verdict as verdict_lib
 from metrale_jax import verify as verify_lib
-from metrale_jax.axes import Array, Bool, Int32
+from metrale_jax.axes import Array, Int32
 from metrale_jax.model import params as params_lib
 from pallas_kernels import dispatch
 
@@ -24,61 +25,13 @@ _STATIC = ("config", "taps", "implementation")
 _K4_DRAFTS = 3
 
 
-@functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames=("state",))
-def prefill(
-    params: params_lib.ModelParams,
-    state: state_lib.SequenceState,
-    slots: Int32[Array, " R"],
-    tokens: Int32[Array, "R T"],
-    num_tokens: Int32[Array, " R"],
-    is_last: Bool[Array, " R"],
-    *,
-    config: config_lib.ModelConfig,
-    taps: tuple[int, ...] = (),
-    implementation: dispatch.Implementation | None = None,
-) -> tuple[state_lib.SequenceState, chunk.PrefillOutput]:
-    """Appends a chunk of prompt to each named slot. Donates `state`.
-
-    See `metrale_jax.chunk.prefill` for the arguments.
-    """
-    return chunk.prefill(
-        params,
-        state,
-        slots,
-        tokens,
-        num_tokens,
-        is_last,
-        config=config,
-        taps=taps,
-        implementation=implementation,
-    )
-
-
-@functools.partial(jax.jit, static_argnames=_STATIC)
-def verify_batched(
-    params: params_lib.ModelParams,
-    state: state_lib.SequenceState,
-    drafts: Int32[Array, "B J"],
-    num_drafts: Int32[Array, " B"],
-    *,
-    config: config_lib.ModelConfig,
-    taps: tuple[int, ...] = (),
-    implementation: dispatch.Implementation | None = None,
-) -> verdict_lib.Verdict:
-    """Judges up to J drafts per slot in one forward of J + 1 rows. Donates nothing.
-
-    Counts may differ per slot and be 0 (plain decoding); a slot that is not active is
-    inert. The state is not changed; `apply_verdict` applies the result.
-    """
-    return verify_lib.verify(
-        params,
-        state,
-        drafts,
-        num_drafts,
-        config=config,
-        taps=taps,
-        implementation=implementation,
-    )
+prefill = jax.jit(chunk.prefill, static_argnames=_STATIC, donate_argnames=("state",))
+verify_batched = jax.jit(verify_lib.verify, static_argnames=_STATIC)
+apply_verdict = jax.jit(
+    fold.apply_verdict, static_argnames=("config",), donate_argnames=("state",)
+)
+insert = jax.jit(state_lib.insert, donate_argnames=("state",))
+release = jax.jit(state_lib.release, donate_argnames=("state",))
 
 
 def verify_k4(
@@ -112,15 +65,12 @@ def verify_k4(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("state",))
-def apply_verdict(
-    state: state_lib.SequenceState,
-    verdict: verdict_lib.Verdict,
-    *,
-    config: config_lib.ModelConfig,
-) -> tuple[state_lib.SequenceState, verdict_lib.Emission]:
-    """Commits a verdict's accepted rows and emits their tokens. Donates `state`."""
-    return fold.apply_verdict(state, verdict, config=config)
+class _Rounds(NamedTuple):
+    """Carry of the loop over rounds."""
+
+    index: Array  # i32[], rounds done
+    state: state_lib.SequenceState
+    emission: verdict_lib.Emission
 
 
 @functools.partial(
@@ -168,22 +118,15 @@ def decode_rounds(
         reason=state.finish_reason,
     )
 
-    def goes_on(carry: _RoundsCarry) -> Array:
-        round_index, state, _ = carry
-        return (round_index < num_rounds) & jnp.any(state.active)
+    def goes_on(rounds: _Rounds) -> Array:
+        return (rounds.index < num_rounds) & jnp.any(rounds.state.active)
 
-    def body(carry: _RoundsCarry) -> _RoundsCarry:
-        round_index, state, total = carry
-        state, emission = _decode_round(params, state, config, implementation)
-        return round_index + 1, state, _append(total, emission)
+    def body(rounds: _Rounds) -> _Rounds:
+        state, emission = _decode_round(params, rounds.state, config, implementation)
+        return _Rounds(rounds.index + 1, state, _append(rounds.emission, emission))
 
-    _, state, emission = jax.lax.while_loop(
-        goes_on, body, (jnp.int32(0), state, emission)
-    )
-    return state, emission
-
-
-_RoundsCarry = tuple[Array, state_lib.SequenceState, verdict_lib.Emission]
+    rounds = jax.lax.while_loop(goes_on, body, _Rounds(jnp.int32(0), state, emission))
+    return rounds.state, rounds.emission
 
 
 def _decode_round(
@@ -220,7 +163,3 @@ def _append(
         finished=total.finished | emission.finished,
         reason=emission.reason,
     )
-
-
-insert = jax.jit(state_lib.insert, donate_argnames=("state",))
-release = jax.jit(state_lib.release, donate_argnames=("state",))

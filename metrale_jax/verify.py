@@ -25,6 +25,9 @@ def verify(
 ) -> verdict_lib.Verdict:
     """Runs `[last_token, d1..dJ]` of every slot and accepts the leading right drafts.
 
+    Donates and changes nothing; `apply_verdict` applies the result. Counts of drafts
+    may differ per slot and be 0 (plain decoding); a slot that is not active is inert.
+
     Row j's pick is the token after row j's input; draft j + 1 is right while it equals
     that pick and all drafts before it were right. The bonus token is the pick of the
     last accepted row. Drafts past a slot's `num_drafts` are never accepted.

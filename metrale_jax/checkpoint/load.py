@@ -6,6 +6,7 @@ import os
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from metrale_jax import config as config_lib
 from metrale_jax.axes import Array
@@ -23,7 +24,7 @@ def load_params(
     folder: str | os.PathLike[str],
     config: config_lib.ModelConfig,
     *,
-    dtype: jnp.dtype,
+    dtype: DTypeLike,
     shardings: ModelParams[jax.sharding.Sharding] | None = None,
     with_mtp: bool = False,
     check_finite: bool = False,

@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Hashable
 
+from metrale_jax import config as config_lib
+
 
 class PagesExhausted(RuntimeError):
     """There are fewer free pages than were asked for; nothing was allocated."""
@@ -38,9 +40,7 @@ class PageAllocator:
 
     def pages_needed(self, owner: Hashable, num_tokens: int) -> int:
         """Pages to add before the owner can hold `num_tokens` tokens."""
-        if num_tokens < 0:
-            raise ValueError(f"`num_tokens` must not be negative, got {num_tokens}.")
-        needed = -(-num_tokens // self.page_size)
+        needed = config_lib.pages_for(num_tokens, self.page_size)
         return max(0, needed - len(self._owned.get(owner, ())))
 
     def grow(self, owner: Hashable, num_tokens: int) -> tuple[int, ...]:
@@ -53,7 +53,7 @@ class PageAllocator:
         if needed > len(self._free):
             raise PagesExhausted(
                 f"{needed} pages of {self.page_size} tokens are needed for {owner!r}, "
-                f"{len(self._free)} of {self.num_pages} are free."
+                f"{len(self._free)} of {self.num_pages} are free; release an owner."
             )
         pages = self._owned.setdefault(owner, [])
         pages.extend(self._free.pop() for _ in range(needed))
@@ -63,9 +63,11 @@ class PageAllocator:
         """Takes all pages back.
 
         Raises:
-          KeyError: the owner holds none (a double release).
+          ValueError: the owner holds none (a double release).
         """
         if owner not in self._owned:
-            raise KeyError(f"{owner!r} holds no pages; was it released before?")
+            raise ValueError(
+                f"`owner` {owner!r} holds no pages; was it released before?"
+            )
         self._free.extend(self._owned.pop(owner))
         self._free.sort(reverse=True)

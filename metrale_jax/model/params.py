@@ -15,6 +15,7 @@ from typing import Generic
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 from typing_extensions import TypeVar
 
 from metrale_jax import config as config_lib
@@ -128,7 +129,7 @@ class ModelParams(Generic[Leaf]):
 
 
 def describe_params(
-    config: config_lib.ModelConfig, *, dtype: jnp.dtype, with_mtp: bool = False
+    config: config_lib.ModelConfig, *, dtype: DTypeLike, with_mtp: bool = False
 ) -> ModelParams[ParamSpec]:
     """Returns the description of a target's parameters.
 
@@ -259,7 +260,7 @@ def init_params(
     config: config_lib.ModelConfig,
     *,
     rng_key: Array,
-    dtype: jnp.dtype = _FLOAT32,
+    dtype: DTypeLike = jnp.float32,
     with_mtp: bool = False,
 ) -> ModelParams:
     """Draws random parameters: matrices scaled by 1/sqrt(inputs), vectors around 0.

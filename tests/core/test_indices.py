@@ -32,6 +32,14 @@ def test_written_values_take_the_dtype_of_the_array():
     assert written[2].tolist() == [7.0] * 3
 
 
+def test_negative_indices_are_inert():
+    written = indices.write_rows(
+        ROWS, (jnp.array([-1, -4, 0], jnp.int32),), jnp.full((3, 3), 99.0)
+    )
+    np.testing.assert_array_equal(written[1:], ROWS[1:])
+    assert written[0].tolist() == [99.0] * 3
+
+
 @pytest.mark.parametrize("jit", [False, True])
 def test_jax_still_treats_minus_one_as_the_last_row(jit):
     """If this fails, the reason for the helper has gone, or has changed."""

@@ -42,7 +42,7 @@ class AllocatorMachine(stateful.RuleBasedStateMachine):
             self.allocator.release(owner)
             del self.owned[owner]
         else:
-            with pytest.raises(KeyError, match="holds no pages"):
+            with pytest.raises(ValueError, match="holds no pages"):
                 self.allocator.release(owner)
 
     @stateful.invariant()

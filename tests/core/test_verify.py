@@ -1,0 +1,238 @@
+"""Laws of verify and apply: rounds with drafts end where plain decoding ends."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import helpers
+import tiny_models as models
+from metrale_jax import state as state_lib
+from metrale_jax import steps
+
+PROMPTS = ([5, 17, 3, 99, 21, 8, 64], [2], [101, 7, 7, 7])
+NUM_TOKENS = 24
+NUM_DRAFTS = models.MAX_DRAFTS
+# One row and four rows round differently; a slot's values are of order 1.
+ABSOLUTE_TOLERANCE = 2e-5
+
+# Per round and slot: drafts offered, and how many of them are right.
+SCRIPTS = {
+    "always right": [((3, 3), (3, 3), (3, 3))] * 5,
+    "never right": [((3, 0), (3, 0), (3, 0))] * 5,
+    "counts down to zero": [
+        ((3, 3), (0, 0), (2, 2)),
+        ((0, 0), (3, 3), (2, 2)),
+        ((2, 2), (0, 0), (0, 0)),
+        ((0, 0), (1, 1), (0, 0)),
+        ((0, 0), (0, 0), (3, 3)),
+        ((3, 3), (2, 2), (1, 1)),
+    ],
+    "mixed": [
+        ((3, 1), (3, 0), (3, 3)),
+        ((3, 2), (2, 1), (1, 0)),
+        ((1, 0), (3, 3), (3, 2)),
+        ((0, 0), (3, 2), (2, 1)),
+        ((3, 3), (1, 1), (3, 0)),
+    ],
+}
+SAMPLING = {"greedy": {}, "sampled": dict(temperature=1.0, top_k=40, top_p=0.95)}
+
+
+@pytest.fixture(params=models.CONFIGS, scope="module")
+def target(request):
+    config = models.CONFIGS[request.param]
+    return models.make_params(config), config
+
+
+def start_all(params, config, **options):
+    batch = models.make_state(config)
+    for slot, prompt in enumerate(PROMPTS):
+        batch = models.start(params, config, batch, slot, prompt, seed=slot, **options)
+    return batch
+
+
+def plain_tokens(params, config, **options):
+    """What plain decoding emits in each slot."""
+    batch = models.decode(
+        params, config, start_all(params, config, **options), NUM_TOKENS
+    )
+    return [
+        models.output_tokens(batch, slot, len(prompt))
+        for slot, prompt in enumerate(PROMPTS)
+    ]
+
+
+def make_drafts(right_tokens, num_right):
+    """Drafts of which the first `num_right` are what plain decoding emits next."""
+    drafts = list(right_tokens[:NUM_DRAFTS])
+    drafts += [0] * (NUM_DRAFTS - len(drafts))
+    for index in range(num_right, NUM_DRAFTS):
+        drafts[index] = (drafts[index] + 1) % models.VOCAB_SIZE
+    return drafts
+
+
+def run_round(params, config, batch, expected, script):
+    drafts = []
+    for slot, (_, num_right) in enumerate(script):
+        done = len(models.output_tokens(batch, slot, len(PROMPTS[slot])))
+        drafts.append(make_drafts(expected[slot][done:], num_right))
+    offered = jnp.array([count for count, _ in script], jnp.int32)
+    verdict = steps.verify_batched(
+        params, batch, jnp.array(drafts, jnp.int32), offered, config=config
+    )
+    batch, emission = steps.apply_verdict(batch, verdict, config=config)
+    return batch, verdict, emission
+
+
+def assert_equals_plain(params, config, batch, **options):
+    """Every slot's value is that of plain decoding at the same length."""
+    for slot, prompt in enumerate(PROMPTS):
+        num_emitted = int(batch.length[slot]) + 1 - len(prompt)
+        plain = models.make_state(config)
+        plain = models.start(params, config, plain, slot, prompt, seed=slot, **options)
+        plain = models.decode(params, config, plain, num_emitted - 1)
+        actual = models.slot_values(batch, config, slot)
+        for name, value in models.slot_values(plain, config, slot).items():
+            np.testing.assert_allclose(
+                actual[name], value, rtol=0, atol=ABSOLUTE_TOLERANCE, err_msg=name
+            )
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_rounds_end_where_plain_decoding_ends(target, name, sampling):
+    params, config = target
+    options = SAMPLING[sampling]
+    expected = plain_tokens(params, config, **options)
+    batch = start_all(params, config, **options)
+    for script in SCRIPTS[name]:
+        batch, verdict, emission = run_round(params, config, batch, expected, script)
+        num_right = [right for _, right in script]
+        assert verdict.num_accepted.tolist() == num_right
+        assert emission.count.tolist() == [count + 1 for count in num_right]
+    for slot, prompt in enumerate(PROMPTS):
+        tokens = models.output_tokens(batch, slot, len(prompt))
+        assert tokens == expected[slot][: len(tokens)]
+    assert_equals_plain(params, config, batch, **options)
+
+
+def test_verify_without_drafts_after_accepted_ones_reads_the_moved_state(target):
+    params, config = target
+    expected = plain_tokens(params, config)
+    batch = start_all(params, config)
+    batch, _, _ = run_round(params, config, batch, expected, [(3, 3)] * 3)
+    batch = models.decode(params, config, batch, 4)
+    batch, _, _ = run_round(params, config, batch, expected, [(3, 2), (0, 0), (3, 0)])
+    assert_equals_plain(params, config, batch)
+
+
+@pytest.mark.parametrize("room", range(1, 6))
+def test_a_limit_inside_accepted_drafts(target, room):
+    """Slot 1 may emit `room` more tokens, and four are at hand."""
+    params, config = target
+    expected = plain_tokens(params, config)
+    batch = start_all(params, config)
+    limit = len(PROMPTS[1]) + 1 + room
+    batch = models.start(
+        params, config, batch, 1, PROMPTS[1], seed=1, length_limit=limit
+    )
+    batch, _, emission = run_round(params, config, batch, expected, [(3, 3)] * 3)
+    assert emission.count.tolist() == [4, min(room, 4), 4]
+    assert emission.finished.tolist() == [False, room <= 4, False]
+    tokens = models.output_tokens(batch, 1, len(PROMPTS[1]))
+    assert tokens == expected[1][: len(tokens)]
+    assert_equals_plain(params, config, batch)
+    # A finished slot stays as it is.
+    again, _, emission = run_round(params, config, batch, expected, [(0, 0)] * 3)
+    assert int(emission.count[1]) == (room == 5)
+    if room <= 4:
+        assert int(again.length[1]) == limit - 1
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_an_end_token_inside_accepted_drafts(target, place):
+    """The end token is draft 0, 1, 2 or the bonus token; nothing follows it."""
+    params, config = target
+    expected = plain_tokens(params, config)
+    # The first token of slot 0 that no earlier token of any slot equals.
+    end_index = next(
+        index
+        for index in range(4, NUM_TOKENS)
+        if all(expected[0][index] not in tokens[:index] for tokens in expected)
+    )
+    end = expected[0][end_index]
+    batch = start_all(params, config)
+    batch = models.decode(params, config, batch, end_index - 1 - place)
+    ending = models.with_end_tokens(config, end)
+    batch, verdict, emission = run_round(params, ending, batch, expected, [(3, 3)] * 3)
+    assert int(verdict.num_accepted[0]) == 3
+    assert int(emission.count[0]) == place + 1
+    assert bool(emission.finished[0])
+    assert int(batch.finish_reason[0]) == state_lib.FINISHED_END_TOKEN
+    tokens = models.output_tokens(batch, 0, len(PROMPTS[0]))
+    assert tokens == expected[0][: end_index + 1]
+    assert int(batch.length[0]) == len(PROMPTS[0]) + len(tokens) - 1
+    assert_equals_plain(params, config, batch)
+
+
+def test_other_slots_and_stale_contents_change_no_bit_of_a_verdict(target):
+    params, config = target
+    expected = plain_tokens(params, config)
+
+    def run(poisoned):
+        batch = models.make_state(config)
+        if poisoned:
+            batch = jax.tree.map(models.poison, batch).replace(
+                active=batch.active, page_table=batch.page_table
+            )
+        batch = models.start(params, config, batch, 1, PROMPTS[1], seed=1)
+        drafts = make_drafts(expected[1][1:], 2)
+        other = [127] * 3 if poisoned else [0] * 3
+        for _ in range(2):
+            verdict = steps.verify_batched(
+                params,
+                batch,
+                jnp.array([other, drafts, other], jnp.int32),
+                jnp.array([3 if poisoned else 0, 3, 0], jnp.int32),
+                config=config,
+            )
+            accepted = int(verdict.num_accepted[1])
+            batch, _ = steps.apply_verdict(batch, verdict, config=config)
+            drafts = make_drafts(expected[1][accepted + 2 :], 3)
+        return models.slot_values(batch, config, 1)
+
+    clean = run(poisoned=False)
+    for name, value in run(poisoned=True).items():
+        np.testing.assert_array_equal(value, clean[name], err_msg=name)
+
+
+def test_padding_drafts_may_hold_anything(target):
+    params, config = target
+    batch = start_all(params, config)
+    counts = jnp.array([0, 1, 2], jnp.int32)
+
+    def judge(padding):
+        drafts = jnp.full((3, NUM_DRAFTS), padding, jnp.int32)
+        return steps.verify_batched(params, batch, drafts, counts, config=config)
+
+    expected = judge(7)
+    for padding in (-1, models.VOCAB_SIZE, 2**31 - 1):
+        verdict = judge(padding)
+        assert (verdict.num_accepted <= counts).all()
+        assert int(verdict.bonus_token[0]) == int(expected.bonus_token[0])
+        assert verdict.is_finite.all()
+
+
+def test_one_trace_of_a_round():
+    config = models.DENSE
+    params = models.make_params(config)
+    steps.verify_batched.clear_cache()
+    steps.apply_verdict.clear_cache()
+    expected = plain_tokens(params, config)
+    batch = start_all(params, config)
+    with helpers.count_compilations() as counter:
+        for script in SCRIPTS["mixed"]:
+            batch, _, _ = run_round(params, config, batch, expected, script)
+    assert counter.num_traces("verify") == 1
+    assert counter.num_traces("apply_verdict") == 1
