@@ -50,7 +50,9 @@ def prefill(
     Args:
       slots: distinct slots; one outside of 0..B-1 is inert and pads the call.
       tokens: the chunks, padded to a common length.
-      num_tokens: how many tokens of each chunk count; 0 leaves the slot as it is.
+      num_tokens: how many tokens of each chunk count; 0 leaves the slot as it is. A
+        chunk that leaves no room for a token within the slot's `length_limit` is not
+        run: the slot finishes with `FINISHED_ERROR`, and takes no further chunk.
       is_last: the chunk completes its prompt: a first token is picked, and the slot
         becomes active unless that token already ends it.
 
@@ -59,8 +61,13 @@ def prefill(
     """
     _check_chunks(slots, tokens, num_tokens, is_last)
     is_slot = (slots >= 0) & (slots < state.num_slots)
-    num_tokens = jnp.where(is_slot, num_tokens, 0)
     gathered = _gather_slots(state, slots, implementation)
+    is_slot &= gathered.finish_reason != state_lib.FINISHED_ERROR
+    num_tokens = jnp.where(is_slot, jnp.clip(num_tokens, 0, tokens.shape[1]), 0)
+    # At least the first token must fit behind the prompt.
+    overflows = gathered.length + num_tokens >= gathered.length_limit
+    overflows &= num_tokens > 0
+    num_tokens = jnp.where(overflows, 0, num_tokens)
     output = transformer.prefill_chunk(
         params,
         gathered,
@@ -74,13 +81,14 @@ def prefill(
     hidden = jnp.take_along_axis(output.hidden, last_row, axis=1)
     length = gathered.length + num_tokens
     emission, first_token = _first_token(
-        params, gathered, hidden, length, num_tokens, is_last, config
+        params, gathered, hidden, length, num_tokens, is_last, overflows, config
     )
 
     ran = num_tokens > 0
     starts = is_last & ran
     written_slots = indices.inert_unless(ran, slots, state.num_slots)
     started_slots = indices.inert_unless(starts, slots, state.num_slots)
+    judged_slots = indices.inert_unless(starts | overflows, slots, state.num_slots)
     state = dataclasses.replace(
         state,
         length=_put(state.length, written_slots, length),
@@ -97,7 +105,7 @@ def prefill(
         num_pending=_put(state.num_pending, written_slots, jnp.zeros_like(slots)),
         last_token=_put(state.last_token, started_slots, first_token),
         active=_put(state.active, started_slots, ~emission.finished),
-        finish_reason=_put(state.finish_reason, started_slots, emission.reason),
+        finish_reason=_put(state.finish_reason, judged_slots, emission.reason),
         layers=tuple(
             _commit_layer(layer, values, gathered, written_slots, num_tokens)
             for layer, values in zip(state.layers, output.layers, strict=True)
@@ -199,6 +207,7 @@ def _first_token(
     length: Int32[Array, " R"],
     num_tokens: Int32[Array, " R"],
     is_last: Bool[Array, " R"],
+    overflows: Bool[Array, " R"],
     config: config_lib.ModelConfig,
 ) -> tuple[verdict_lib.Emission, Int32[Array, " R"]]:
     """Picks the token at position `length`, and says whether it ends the sequence."""
@@ -217,6 +226,7 @@ def _first_token(
     )
     reason = jnp.where(is_finite, reason, state_lib.FINISHED_ERROR)
     reason = jnp.where(starts, reason, state_lib.RUNNING)
+    reason = jnp.where(overflows, state_lib.FINISHED_ERROR, reason)
     is_emitted = starts & is_finite
     token = jnp.where(is_emitted, token, 0)
     emission = verdict_lib.Emission(

@@ -185,6 +185,10 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_model_type(self.model_type)
         _require_positive(self, "vocab_size", "hidden_size", "max_position")
+        if not self.rms_norm_eps > 0:
+            raise ValueError(
+                f"`rms_norm_eps` must be positive, got {self.rms_norm_eps}."
+            )
         if not self.layers:
             raise ValueError("`layers` must name at least one layer, got none.")
         _check_layer_kinds(self.layers)

@@ -83,7 +83,9 @@ def _keep_top_k_top_p(
     descending = jnp.take_along_axis(scaled, order, axis=-1)
     probs = jax.nn.softmax(jnp.where(in_top_k, descending, -jnp.inf), axis=-1)
     mass_before = jnp.cumsum(probs, axis=-1) - probs
-    in_top_p = mass_before < sampling.top_p[:, None, None]
+    top_p = sampling.top_p[:, None, None]
+    # Off means off: rounding of the sum must not drop what a neighbour's rule sorted.
+    in_top_p = (mass_before < top_p) | (top_p >= 1.0)
     # The best token always stays, whatever rounding or a top_p of 0 says.
     kept = (in_top_k & in_top_p) | (ranks == 0)
     rank_of_token = jnp.argsort(order, axis=-1)

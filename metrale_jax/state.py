@@ -217,6 +217,8 @@ def greedy_request(decode: config_lib.DecodeConfig, *, slot: int) -> SlotRequest
 def insert(state: SequenceState, slot: Array, request: SlotRequest) -> SequenceState:
     """Gives a slot (i32[]) to a request: resets it, then sets what the request brings.
 
+    The limit is lowered to what the slot's row of `tokens` and its pages can hold.
+
     Donates `state` when called as a step; so does `release`.
     The slot is not active until `prefill` has run its whole prompt.
     """
@@ -228,7 +230,10 @@ def insert(state: SequenceState, slot: Array, request: SlotRequest) -> SequenceS
     return dataclasses.replace(
         fresh,
         page_table=put(fresh.page_table, request.pages),
-        length_limit=put(fresh.length_limit, request.length_limit),
+        length_limit=put(
+            fresh.length_limit,
+            jnp.minimum(request.length_limit, _capacity(state, request.pages)),
+        ),
         sampling=jax.tree.map(put, fresh.sampling, request.sampling),
     )
 
@@ -268,6 +273,19 @@ def _neutral_value(
             return jnp.ones(shape, dtype)
         case _:
             return jnp.zeros(shape, dtype)
+
+
+def _capacity(state: SequenceState, pages: Array) -> Array:
+    """Tokens that a slot with these pages (i32[pages per slot]) can hold, i32[]."""
+    capacity = jnp.int32(state.max_length)
+    for layer in state.layers:
+        if isinstance(layer, KVCache):
+            num_pages, page_size = layer.keys.shape[:2]
+            is_page = (pages >= 0) & (pages < num_pages)
+            # Positions run through the pages in order, up to the first missing one.
+            num_leading = jnp.sum(jnp.cumprod(is_page.astype(jnp.int32)))
+            capacity = jnp.minimum(capacity, num_leading * page_size)
+    return capacity
 
 
 def _num_pages(state: SequenceState) -> int:

@@ -37,6 +37,7 @@ def verify(
     """
     check_slots("drafts", drafts, state.num_slots, ndim=2)
     check_slots("num_drafts", num_drafts, state.num_slots, ndim=1)
+    num_drafts = jnp.clip(num_drafts, 0, drafts.shape[1])
     tokens = jnp.concatenate([state.last_token[:, None], drafts], axis=1)
     output = transformer.verify_rows(
         params, state, tokens, config=config, taps=taps, implementation=implementation

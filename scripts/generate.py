@@ -7,6 +7,7 @@ not be run, and one line on stderr says why.
 """
 
 import dataclasses
+import io
 import json
 import os
 import pathlib
@@ -80,6 +81,9 @@ _COMPILATION_CACHE = flags.DEFINE_string(
 )
 
 
+_HELP_FLAGS = ("help", "helpshort", "helpfull", "helpxml", "?")
+
+
 class _UsageError(Exception):
     """The request can't be run; the message is one line for the user."""
 
@@ -102,6 +106,9 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         _exit(f"Unexpected arguments {argv[1:]}; a prompt is given as --prompt=TEXT.")
     logging.set_verbosity(logging.WARNING)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Whatever the locale says: a model's text may hold any character.
+        sys.stdout.reconfigure(encoding="utf-8")
     try:
         if not _CHECKPOINT.value:
             raise _UsageError(
@@ -118,6 +125,13 @@ def main(argv: Sequence[str]) -> None:
     # as such.
     except (_UsageError, ValueError, NotImplementedError, OSError) as error:
         _exit(str(error))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        _exit(
+            f"The device's memory is too small: {str(error).splitlines()[0]} "
+            "Lower --batch_size or --max_new_tokens."
+        )
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -127,9 +141,6 @@ def run(
 ) -> None:
     """Loads the checkpoint, runs the prompts, prints what they got."""
     console = rich.console.Console(stderr=True)
-    if request.stats_path is not None:
-        # Fails now rather than after the work.
-        pathlib.Path(request.stats_path).touch()
     begin = time.perf_counter()
     folder = checkpoint_lib.locate(checkpoint, revision=revision)
     config, _ = checkpoint_lib.read_config(folder)
@@ -309,6 +320,12 @@ def _read_request() -> Request:
     for index, prompt in enumerate(prompts):
         if not prompt:
             raise _UsageError(f"Prompt {index} is empty; give at least one character.")
+    last_seed = _SEED.value + len(prompts) - 1
+    if not 0 <= _SEED.value <= last_seed < 2**64:
+        raise _UsageError(
+            f"--seed={_SEED.value} must leave every prompt a seed in 0..2**64-1."
+        )
+    _check_writable(_STATS_JSON.value)
     dtype = _DTYPE.value
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
@@ -331,6 +348,16 @@ def _read_request() -> Request:
     )
 
 
+def _check_writable(path: str | None) -> None:
+    """Refuses an impossible path before the work rather than after it."""
+    if path is None:
+        return
+    if pathlib.Path(path).is_dir() or not pathlib.Path(path).absolute().parent.is_dir():
+        raise _UsageError(
+            f"--stats_json={path} must be a file in a folder that exists."
+        )
+
+
 def _read_prompt_file(path: str | None) -> list[str]:
     if path is None:
         return []
@@ -341,12 +368,13 @@ def _read_prompt_file(path: str | None) -> list[str]:
     if not path.endswith(".jsonl"):
         return [content]
     prompts = []
-    for number, line in enumerate(content.splitlines(), start=1):
+    # Not splitlines(): JSON strings may hold the other line ends of Unicode.
+    for number, line in enumerate(content.split("\n"), start=1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise _UsageError(f"{path}:{number} is not JSON: {error}.") from None
         if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
             raise _UsageError(f'{path}:{number} must be an object {{"prompt": TEXT}}.')
@@ -361,7 +389,13 @@ def _use_compilation_cache(folder: str | None) -> None:
     if folder is None:
         base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
         folder = str(pathlib.Path(base) / "metrale_jax" / "compiled")
-        os.makedirs(folder, mode=0o700, exist_ok=True)
+        try:
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise _UsageError(
+                f"The cache of compiled programs can't be made: {error}. Give "
+                "--compilation_cache=FOLDER, or an empty one for none."
+            ) from None
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
@@ -383,7 +417,10 @@ def _parse_flags(argv: list[str]) -> list[str]:
 
 
 def _asks_help(argv: list[str]) -> bool:
-    return any(argument.lstrip("-").startswith("help") for argument in argv[1:])
+    return any(
+        argument.startswith("-") and argument.strip("-") in _HELP_FLAGS
+        for argument in argv[1:]
+    )
 
 
 if __name__ == "__main__":

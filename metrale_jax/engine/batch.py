@@ -6,7 +6,6 @@ start.
 """
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -26,6 +25,8 @@ from pallas_kernels import dispatch
 # Called with (index of the prompt, its new tokens); True ends that sequence.
 OnTokens = Callable[[int, list[int]], bool]
 
+# Beyond it every distribution is uniform in float32.
+_MAX_TEMPERATURE = 1e9
 # Smallest room of a slot, in tokens.
 _SHORTEST_CAPACITY = 256
 
@@ -62,9 +63,10 @@ class SamplingParams:
             raise ValueError(
                 f"`max_new_tokens` must be at least 1, got {self.max_new_tokens}."
             )
-        if not (math.isfinite(self.temperature) and self.temperature >= 0.0):
+        if not 0.0 <= self.temperature <= _MAX_TEMPERATURE:
             raise ValueError(
-                f"`temperature` must be finite and at least 0, got {self.temperature}."
+                f"`temperature` must be in 0..{_MAX_TEMPERATURE:.0e}, got "
+                f"{self.temperature}."
             )
         if not 0 <= self.top_k < 2**31:
             raise ValueError(f"`top_k` must be in 0..2**31-1, got {self.top_k}.")

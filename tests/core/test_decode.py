@@ -485,3 +485,83 @@ def test_arguments_that_do_not_fit_are_refused(unchecked):
         prefill(one, drafts, one, last)
     with pytest.raises(ValueError, match="is_last` bool"):
         prefill(one, one[None], one, one)
+
+
+@pytest.mark.parametrize("slot", [-1, models.NUM_SLOTS])
+def test_slots_outside_of_the_state_are_inert(slot):
+    config = models.DENSE
+    params = models.make_params(config)
+    batch = models.start(params, config, models.make_state(config), 2, PROMPTS[0])
+    before = jax.tree.map(np.array, batch)
+    batch = steps.insert(batch, jnp.int32(slot), models.make_request(0))
+    batch = steps.release(batch, jnp.int32(slot))
+    batch, output = steps.prefill(
+        params,
+        batch,
+        jnp.array([slot], jnp.int32),
+        jnp.full((1, models.CHUNK_LENGTH), 7, jnp.int32),
+        jnp.array([models.CHUNK_LENGTH], jnp.int32),
+        jnp.array([True]),
+        config=config,
+    )
+    assert output.emission.count.tolist() == [0]
+    jax.tree.map(np.testing.assert_array_equal, batch, before)
+
+
+@pytest.mark.parametrize("num_pages", [models.MAX_LENGTH // models.PAGE_SIZE, 2, 0])
+def test_a_limit_beyond_the_pages_is_lowered_to_them(num_pages):
+    config = models.DENSE
+    params = models.make_params(config)
+    request = models.make_request(1, length_limit=10**6)
+    inert = models.NUM_SLOTS * models.MAX_LENGTH // models.PAGE_SIZE
+    request = request.replace(pages=request.pages.at[num_pages:].set(inert))
+    batch = steps.insert(models.make_state(config), jnp.int32(1), request)
+    capacity = num_pages * models.PAGE_SIZE
+    assert int(batch.length_limit[1]) == capacity
+    batch = prefill_slot_1(params, config, batch, PROMPTS[0])
+    batch, _ = steps.decode_rounds(params, batch, num_rounds=15, config=config)
+    if capacity == 0:
+        assert int(batch.finish_reason[1]) == state_lib.FINISHED_ERROR
+        assert int(batch.length[1]) == 0
+    else:
+        assert int(batch.length[1]) == min(capacity - 1, len(PROMPTS[0]) + 15)
+
+
+def prefill_slot_1(params, config, batch, prompt, num_tokens=None):
+    padding = [0] * (models.CHUNK_LENGTH - len(prompt))
+    batch, _ = steps.prefill(
+        params,
+        batch,
+        jnp.array([1], jnp.int32),
+        jnp.array([[*prompt, *padding]], jnp.int32),
+        jnp.array([len(prompt) if num_tokens is None else num_tokens], jnp.int32),
+        jnp.array([True]),
+        config=config,
+    )
+    return batch
+
+
+def test_a_prompt_that_leaves_no_room_fails_its_slot_and_writes_nothing():
+    config = models.DENSE
+    params = models.make_params(config)
+    batch = models.start(params, config, models.make_state(config), 2, PROMPTS[0])
+    request = models.make_request(1, length_limit=len(PROMPTS[0]))
+    batch = steps.insert(batch, jnp.int32(1), request)
+    pages = [np.array(leaf) for leaf in jax.tree.leaves(batch.layers)]
+    for _ in range(2):
+        batch = prefill_slot_1(params, config, batch, PROMPTS[0])
+        assert int(batch.finish_reason[1]) == state_lib.FINISHED_ERROR
+        assert int(batch.length[1]) == 0
+        assert not bool(batch.active[1])
+    for leaf, before in zip(jax.tree.leaves(batch.layers), pages, strict=True):
+        np.testing.assert_array_equal(leaf, before)
+
+
+def test_a_count_beyond_the_chunk_is_the_chunk():
+    config = models.DENSE
+    params = models.make_params(config)
+    batch = steps.insert(
+        models.make_state(config), jnp.int32(1), models.make_request(1)
+    )
+    batch = prefill_slot_1(params, config, batch, PROMPTS[0], num_tokens=99)
+    assert int(batch.length[1]) == models.CHUNK_LENGTH

@@ -154,3 +154,14 @@ def test_ids_stay_in_the_vocabulary_whatever_the_logits(bad, temperature):
     for rules in ({}, dict(top_k=2, top_p=0.5, min_p=0.1)):
         token = pick(logits, sampling=sampling(temperature, **rules))
         assert 0 <= int(token[0, 0]) < 9
+
+
+def test_a_neighbours_rule_changes_no_kept_set():
+    logits = jax.random.normal(jax.random.key(0), (1, 1, 20_000)) * 3
+    alone = picks.warp_logits(logits, sampling([1.0]))
+    together = picks.warp_logits(
+        jnp.repeat(logits, 2, axis=0),
+        sampling([1.0, 1.0]).replace(top_k=jnp.array([0, 5], jnp.int32)),
+    )
+    np.testing.assert_array_equal(together[0], alone[0])
+    assert np.isfinite(together[1]).sum() == 5

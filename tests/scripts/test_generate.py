@@ -113,7 +113,7 @@ def test_text_and_prompt_file(run, folder, tmp_path):
     assert code == 0
     assert "prompt 1" in err
     many = tmp_path / "prompts.jsonl"
-    many.write_text('{"prompt": "def"}\n\n{"prompt": "return n"}\n')
+    many.write_text('{"prompt": "def"}\n\n{"prompt": "return n", "x": "\u2028"}\n')
     assert run(*arguments, f"--prompt_file={many}")[1] == from_flag
     code, out, _ = run(*arguments, "--prompt=def", f"--prompt_file={path}")
     assert out == from_flag
@@ -182,6 +182,9 @@ def assert_refused(result, *parts):
         (["--prompt_file=/nonexistent/file"], ["/nonexistent/file"]),
         (["--prompt=a", "--chat"], ["chat template"]),
         (["--prompt=a", "--stats_json=/nonexistent/s.json"], ["/nonexistent"]),
+        (["--prompt=a", "--stats_json=/"], ["--stats_json=/"]),
+        (["--prompt=a", "--prompt=b", f"--seed={2**64 - 1}"], ["--seed"]),
+        (["--prompt", "help me", "--top_k=x"], ["top_k"]),
     ],
 )
 def test_bad_requests_end_with_one_line(run, folder, arguments, parts):
@@ -203,6 +206,8 @@ def test_bad_files_end_with_one_line(run, folder, tmp_path):
     bad = tmp_path / "prompts.jsonl"
     bad.write_text('{"prompt": "a"}\n{"promt": "b"}\n')
     assert_refused(run(f"--checkpoint={folder}", f"--prompt_file={bad}"), f"{bad}:2")
+    bad.write_text("[" * 100_000)
+    assert_refused(run(f"--checkpoint={folder}", f"--prompt_file={bad}"), f"{bad}:1")
     bad.write_text("{")
     assert_refused(run(f"--checkpoint={folder}", f"--prompt_file={bad}"), f"{bad}:1")
     bad = tmp_path / "prompt.txt"
