@@ -29,6 +29,7 @@ from metrale_jax import config as config_lib
 from metrale_jax import state as state_lib
 from metrale_jax.axes import Array
 from metrale_jax.model import params as params_lib
+from pallas_kernels import dispatch
 
 _CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "Folder or hub id; without one, a random 35 M hybrid."
@@ -42,8 +43,8 @@ _ROWS = flags.DEFINE_list(
 _BATCHES = flags.DEFINE_list(
     "batches", ["1", "4", "16"], "Sequences that decode one row each."
 )
-_CONTEXT = flags.DEFINE_integer(
-    "context", 128, "Tokens inside the caches of every sequence.", lower_bound=1
+_LENGTH = flags.DEFINE_integer(
+    "length", 128, "Tokens inside the caches of every sequence.", lower_bound=1
 )
 _PREFILL_TOKENS = flags.DEFINE_integer(
     "prefill_tokens", 256, "Tokens of the prefill chunk.", lower_bound=1
@@ -76,6 +77,29 @@ _PAGE_SIZE = 64
 _WARM_UP_PASSES = 3
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is measured.
+
+    Attributes:
+      dtype: of weights and caches.
+      rows: rows per verify, one sequence.
+      batches: sequences that decode one row each.
+      length: tokens inside the caches of every sequence.
+      prefill_tokens: tokens of the prefill chunk.
+      num_passes: measured passes.
+      implementation: of the kernels; None is the backend's own.
+    """
+
+    dtype: jnp.dtype
+    rows: tuple[int, ...]
+    batches: tuple[int, ...]
+    length: int
+    prefill_tokens: int
+    num_passes: int
+    implementation: dispatch.Implementation | None
+
+
 @dataclasses.dataclass(frozen=True)
 class Measurement:
     """One program, and its wall times in seconds, one per pass."""
@@ -94,6 +118,15 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"Unexpected arguments {argv[1:]}.")
     logging.set_verbosity(logging.WARNING)
     dtype = jnp.dtype(_DTYPE.value)
+    options = Options(
+        dtype=dtype,
+        rows=tuple(int(rows) for rows in _ROWS.value),
+        batches=tuple(int(batch) for batch in _BATCHES.value),
+        length=_LENGTH.value,
+        prefill_tokens=_PREFILL_TOKENS.value,
+        num_passes=_PASSES.value,
+        implementation=_IMPLEMENTATION.value,
+    )
     if _CHECKPOINT.value:
         folder = checkpoint_lib.locate(_CHECKPOINT.value)
         config, _ = checkpoint_lib.read_config(folder)
@@ -105,9 +138,7 @@ def main(argv: Sequence[str]) -> None:
         params=params,
         # An arbitrary token must not end a sequence in the middle of a measurement.
         config=dataclasses.replace(config, end_token_ids=()),
-        dtype=dtype,
-        rows=[int(rows) for rows in _ROWS.value],
-        batches=[int(batch) for batch in _BATCHES.value],
+        options=options,
         json_path=_JSON.value,
     )
 
@@ -116,28 +147,30 @@ def run(
     *,
     params: params_lib.ModelParams,
     config: config_lib.ModelConfig,
-    dtype: jnp.dtype,
-    rows: list[int],
-    batches: list[int],
+    options: Options,
     json_path: str | None,
 ) -> None:
     matrices = _matrices_of_one_row(params, config)
-    programs: dict[str, tuple[int, Callable[[], object]]] = {}
+    makers: dict[str, tuple[int, Callable[[], Callable[[], object]]]] = {}
     for name, product in _ONE_ROW_PRODUCTS.items():
-        programs[f"stream weights ({name})"] = (1, _stream_program(matrices, product))
-    shapes = [(1, num_rows) for num_rows in rows]
-    shapes += [(batch, 1) for batch in batches if (batch, 1) not in shapes]
+        maker = functools.partial(_stream_program, matrices, product)
+        makers[f"stream weights ({name})"] = (1, maker)
+    shapes = [(1, num_rows) for num_rows in options.rows]
+    shapes += [(batch, 1) for batch in options.batches if (batch, 1) not in shapes]
     for batch, num_rows in shapes:
-        programs[f"batch {batch}, {num_rows} rows"] = (
-            batch * num_rows,
-            _step_program(params, config, dtype, batch, num_rows),
+        maker = functools.partial(
+            _step_program, params, config, options, batch, num_rows
         )
-    length = _PREFILL_TOKENS.value
-    programs[f"prefill of {length}"] = (
-        length,
-        _prefill_program(params, config, dtype, length),
-    )
-    measurements = _measure(programs, _PASSES.value)
+        makers[f"batch {batch}, {num_rows} rows"] = (batch * num_rows, maker)
+    maker = functools.partial(_prefill_program, params, config, options)
+    makers[f"prefill of {options.prefill_tokens}"] = (options.prefill_tokens, maker)
+
+    programs = {}
+    for index, (name, (num_tokens, make)) in enumerate(makers.items(), start=1):
+        _say(f"compiling {name} ({index} of {len(makers)})")
+        programs[name] = (num_tokens, make())
+    _say(f"timing {options.num_passes} passes over {len(programs)} programs")
+    measurements = _measure(programs, options.num_passes)
     num_bytes = sum(matrix.nbytes for matrix in matrices)
     stream = min(
         (m for m in measurements if m.name.startswith("stream")),
@@ -145,7 +178,7 @@ def run(
     )
     _print_table(measurements, stream, num_bytes)
     if json_path is not None:
-        record = _as_record(measurements, stream, num_bytes, dtype)
+        record = _as_record(measurements, stream, num_bytes, options.dtype)
         pathlib.Path(json_path).write_text(json.dumps(record, indent=2) + "\n")
 
 
@@ -200,18 +233,18 @@ def _filled_state(
     dtype: jnp.dtype,
     num_slots: int,
     num_rows: int,
-    context: int,
+    length: int,
     room: int,
 ) -> state_lib.SequenceState:
-    """Active slots with `context` tokens in their caches, contents arbitrary."""
+    """Active slots with `length` tokens in their caches, contents arbitrary."""
     decode = config_lib.for_slots(
-        num_slots, context + room, page_size=_PAGE_SIZE, max_drafts=num_rows - 1
+        num_slots, length + room, page_size=_PAGE_SIZE, max_drafts=num_rows - 1
     )
     state = state_lib.init_state(config, decode, dtype=dtype)
     pages = jnp.arange(decode.num_pages, dtype=jnp.int32)
     return state.replace(
-        length=jnp.full(num_slots, context, jnp.int32),
-        length_limit=jnp.full(num_slots, context + room, jnp.int32),
+        length=jnp.full(num_slots, length, jnp.int32),
+        length_limit=jnp.full(num_slots, length + room, jnp.int32),
         active=jnp.ones(num_slots, bool),
         page_table=pages.reshape(num_slots, -1),
     )
@@ -220,12 +253,12 @@ def _filled_state(
 def _step_program(
     params: params_lib.ModelParams,
     config: config_lib.ModelConfig,
-    dtype: jnp.dtype,
+    options: Options,
     num_slots: int,
     num_rows: int,
 ) -> Callable[[], object]:
-    """Verify of K rows and apply, with every row accepted's worth of pending rows."""
-    context = _CONTEXT.value
+    """Verify of K rows and apply, all K accepted."""
+    length = options.length
 
     @functools.partial(jax.jit, donate_argnames=("state",))
     def step(
@@ -239,15 +272,17 @@ def _step_program(
             drafts,
             num_drafts,
             config=config,
-            implementation=_IMPLEMENTATION.value,
+            implementation=options.implementation,
         )
         # As if all had been right: the most that a round can have to commit.
         verdict = verdict.replace(num_accepted=num_drafts)
         state, emission = fold.apply_verdict(state, verdict, config=config)
         # Back to where it was, so that every pass does the same work.
-        return state.replace(length=jnp.full(num_slots, context, jnp.int32)), emission
+        return state.replace(length=jnp.full(num_slots, length, jnp.int32)), emission
 
-    state = _filled_state(config, dtype, num_slots, num_rows, context, room=64)
+    state = _filled_state(
+        config, options.dtype, num_slots, num_rows, length, room=_PAGE_SIZE
+    )
     compiled = step.lower(params, state).compile()
     box = [state]
 
@@ -261,9 +296,10 @@ def _step_program(
 def _prefill_program(
     params: params_lib.ModelParams,
     config: config_lib.ModelConfig,
-    dtype: jnp.dtype,
-    length: int,
+    options: Options,
 ) -> Callable[[], object]:
+    length = options.prefill_tokens
+
     @functools.partial(jax.jit, donate_argnames=("state",))
     def step(
         params: params_lib.ModelParams, state: state_lib.SequenceState
@@ -276,11 +312,13 @@ def _prefill_program(
             jnp.full(1, length, jnp.int32),
             jnp.ones(1, bool),
             config=config,
-            implementation=_IMPLEMENTATION.value,
+            implementation=options.implementation,
         )
         return state.replace(length=jnp.zeros(1, jnp.int32)), output.emission
 
-    state = _filled_state(config, dtype, 1, 1, context=0, room=length + 64)
+    state = _filled_state(
+        config, options.dtype, 1, 1, length=0, room=length + _PAGE_SIZE
+    )
     compiled = step.lower(params, state).compile()
     box = [state]
 
@@ -324,7 +362,18 @@ def _print_table(
             f"{m.median_seconds / one_row.median_seconds:.2f}",
             f"{m.num_tokens / m.median_seconds:.0f}",
         )
-    rich.console.Console(width=88).print(table)
+    console = rich.console.Console(width=88)
+    console.print(table)
+    console.print(
+        "Medians of wall time. A row is one token through the model; K rows are "
+        "last_token and K - 1 drafts. x stream: over the time to read the same weights "
+        "once, by the faster of two one-row products (plain: one product a matrix; "
+        "halved: its two halves side by side). x one row: over plain decoding."
+    )
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
 
 
 def _as_record(

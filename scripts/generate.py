@@ -35,7 +35,7 @@ _PROMPT = flags.DEFINE_multi_string("prompt", [], "A prompt; may be repeated.")
 _PROMPT_FILE = flags.DEFINE_string(
     "prompt_file",
     None,
-    'A UTF-8 file that is one prompt; or, named *.jsonl, an object {"prompt": ...} '
+    'A UTF-8 file that is one prompt, after --prompt's; or, named *.jsonl, an object {"prompt": ...} '
     "per line.",
 )
 _CHAT = flags.DEFINE_bool(
@@ -157,6 +157,7 @@ def run(
         )
     load_seconds = time.perf_counter() - begin
 
+    print("compiling, or reading what an earlier run compiled", file=sys.stderr)
     printer = _Printer(request, console)
     results = []
     for first in range(0, len(prompt_ids), request.batch_size):

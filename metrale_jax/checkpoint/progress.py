@@ -59,9 +59,9 @@ class _Lines:
         if percent == self._last_percent:
             return
         self._last_percent = percent
-        done, total = done_bytes / 1e9, total_bytes / 1e9
+        done, total = done_bytes / 1e6, total_bytes / 1e6
         print(
-            f"{self._title}: {percent}% ({done:.2f} of {total:.2f} GB)",
+            f"{self._title}: {percent}% ({done:.1f} of {total:.1f} MB)",
             file=self._stream,
             flush=True,
         )

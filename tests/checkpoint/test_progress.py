@@ -29,8 +29,8 @@ def test_log_gets_one_plain_line_per_tenth(tmp_path):
     with path.open("w") as stream:
         run(stream)
     lines = path.read_text().splitlines()
-    assert lines[0] == "loading weights: 0% (0.00 of 1.00 GB)"
-    assert lines[-1] == "loading weights: 100% (1.00 of 1.00 GB)"
+    assert lines[0] == "loading weights: 0% (0.0 of 1000.0 MB)"
+    assert lines[-1] == "loading weights: 100% (1000.0 of 1000.0 MB)"
     assert len(lines) == 11
 
 
@@ -49,4 +49,4 @@ def test_default_stream_is_standard_error(capsys):
     with checkpoint.progress_bar() as progress:
         progress(0, 0, "")
     captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", "loading: 0% (0.00 of 0.00 GB)\n")
+    assert (captured.out, captured.err) == ("", "loading: 0% (0.0 of 0.0 MB)\n")
