@@ -35,8 +35,8 @@ _PROMPT = flags.DEFINE_multi_string("prompt", [], "A prompt; may be repeated.")
 _PROMPT_FILE = flags.DEFINE_string(
     "prompt_file",
     None,
-    'A UTF-8 file that is one prompt, after --prompt's; or, named *.jsonl, an object {"prompt": ...} '
-    "per line.",
+    "A UTF-8 file that is one prompt, after those of --prompt; or, named *.jsonl, an "
+    'object {"prompt": ...} per line.',
 )
 _CHAT = flags.DEFINE_bool(
     "chat", False, "Put each prompt into the checkpoint's chat template, as the user's."
