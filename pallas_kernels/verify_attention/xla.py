@@ -117,9 +117,12 @@ def _absorb_prefix(
         if window is not None:
             query_position = lengths[:, None] + jnp.asarray(row)[None, :]
             visible &= query_position[:, :, None] - position[:, None, :] < window
-        tile_keys = _read(key_pages, pages)
+        # XLA:CPU converts a 16-bit array to float32 before it reads parts of it, and
+        # would do that to all pages before the loop: the barrier keeps it in here.
+        both, pages = lax.optimization_barrier(((key_pages, value_pages), pages))
+        tile_keys, tile_values = (_read(x, pages) for x in both)
         # A weight of zero would keep a NaN that nobody may see.
-        tile_values = jnp.where(held[:, None, :, None], _read(value_pages, pages), 0)
+        tile_values = jnp.where(held[:, None, :, None], tile_values, 0)
         new = _absorb(running, queries, tile_keys, tile_values, visible)
         return _choose(jnp.any(held, axis=1), new, running)
 
