@@ -361,7 +361,7 @@ def test_donated_state_is_reused_and_memory_stays_flat():
     batch = models.decode(params, config, batch, 2)
     before = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(batch.layers)}
     num_live = len(jax.live_arrays())
-    for _ in range(40):
+    for _ in range(100):
         donated = batch
         batch, _ = steps.decode_round(params, batch, config=config)
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(donated))
