@@ -19,8 +19,10 @@ from jax import lax
 
 from pallas_kernels.gated_delta import records as records_lib
 
-# Up to so many rows, sums over rows are written out, which XLA fuses into one pass.
-_MAX_UNROLLED_ROWS = 16
+# Up to so many rows, a fold is a written-out sum, which XLA fuses into one pass over S.
+_MAX_SUMMED_ROWS = 16
+# Up to so many, a solve is written out; more would cost more to compile than to run.
+_MAX_SUBSTITUTED_ROWS = 8
 
 
 def fold(
@@ -105,7 +107,7 @@ def _fold(state, keys, deltas, log_decays):
     to_end = jnp.exp(_contract(log_decays, _after(num_rows)))
     state = to_end[..., :1, None] * state
     keys = jnp.repeat(keys, group_size, axis=1)
-    if num_rows > _MAX_UNROLLED_ROWS:
+    if num_rows > _MAX_SUMMED_ROWS:
         weighted = to_end[..., 1:, None] * deltas
         return state + _matmul(jnp.swapaxes(keys, 2, 3), weighted)
     # As a product, the weighted deltas are computed once, not in every row of S.
@@ -119,7 +121,7 @@ def _fold(state, keys, deltas, log_decays):
 def _solve(mixing: jax.Array, residual: jax.Array) -> jax.Array:
     """Solves (I + strictly lower part of mixing) x = residual over the row axis."""
     num_rows = residual.shape[2]
-    if num_rows > _MAX_UNROLLED_ROWS:
+    if num_rows > _MAX_SUBSTITUTED_ROWS:
         return lax.linalg.triangular_solve(
             mixing, residual, left_side=True, lower=True, unit_diagonal=True
         )
