@@ -130,10 +130,10 @@ def take_rows(tree, start, stop):
     return jax.tree.map(lambda x: x[:, start:stop], tree)
 
 
-def check_verify(name, sizes, batch, num_rows, num_pending):
-    state = make_state(sizes, batch)
-    pending = poison(make_pending(sizes, batch, num_rows), num_pending)
-    rows = make_rows(sizes, batch, num_rows)
+def check_verify(name, sizes, batch, num_rows, num_pending, seed=0):
+    state = make_state(sizes, batch, seed + 1)
+    pending = poison(make_pending(sizes, batch, num_rows, seed + 2), num_pending)
+    rows = make_rows(sizes, batch, num_rows, seed)
     result = VERIFY[name](state, pending, np.int32(num_pending), *rows)
     folded, outputs, deltas = [], [], []
     for i, count in enumerate(num_pending):
@@ -159,6 +159,26 @@ def test_verify_and_its_records_match_the_recurrence(name, case) -> None:
         # All counts from none to all rows over the slots; a lone slot sees both ends.
         num_pending = [(i + shift) % (num_rows + 1) for i in range(batch)]
         check_verify(name, shapes.TINY[size_name], batch, num_rows, num_pending)
+
+
+@each_implementation
+@pytest.mark.parametrize(
+    ("sizes", "num_rows"),
+    [
+        (shapes.Sizes(1, 3, 80, 96), 9),
+        (shapes.Sizes(2, 2, 64, 128), 5),
+        (shapes.Sizes(1, 2, 256, 80), 3),
+    ],
+    ids=["80x96", "64x128", "256x80"],
+)
+def test_verify_at_other_head_dimensions(name, sizes, num_rows) -> None:
+    check_verify(name, sizes, 2, num_rows, [num_rows, 1])
+
+
+@hypothesis.settings(max_examples=20)
+@hypothesis.given(st.tuples(*[st.integers(0, 3)] * 5), st.integers(0, 1000))
+def test_verify_for_drawn_counts_and_rows(num_pending, seed) -> None:
+    check_verify("xla", shapes.TINY["tiny_group_2"], 5, 3, list(num_pending), seed)
 
 
 @pytest.mark.smoke
@@ -378,6 +398,65 @@ def test_strict_verify_of_rows_together_and_one_by_one_has_one_result(case) -> N
         accepted = np.ones(batch, np.int32)
     state = FOLD["reference"](state, record, accepted)
     tolerances.assert_same_bits(state, final)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 16])
+def test_donated_state_is_updated_in_place(num_rows) -> None:
+    sizes = shapes.Sizes(2, 4, 128, 128)
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
+        (
+            make_state(sizes, 1),
+            make_pending(sizes, 1, num_rows),
+            np.zeros(1, np.int32),
+            *make_rows(sizes, 1, num_rows),
+        ),
+    )
+    verify = functools.partial(gated_delta.verify, implementation="xla")
+    compiled = jax.jit(verify, donate_argnums=0).lower(*abstract).compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == sizes.state_bytes
+    # No second state beside it; rows and their products are a fraction of one.
+    assert memory.temp_size_in_bytes < sizes.state_bytes
+
+
+def test_prefill_has_the_gradient_of_the_recurrence() -> None:
+    sizes = shapes.TINY["tiny_group_2"]
+    state, rows = make_state(sizes, 2), make_rows(sizes, 2, 21)
+    # Rows past a length must not reach the gradient either.
+    rows, lengths = poison(rows, [21, 10]), np.int32([21, 10])
+
+    def loss(state, rows):
+        outputs, state = gated_delta.prefill(
+            state, *rows, lengths, chunk_size=16, implementation="xla"
+        )
+        return jnp.sum(outputs**2) + jnp.sum(state**2)
+
+    def step(state, row):
+        q, k, v, g, beta = row
+        q, k = (jnp.repeat(x, sizes.group_size, axis=0) for x in (q, k))
+        state = jnp.exp(g)[:, None, None] * state
+        delta = beta[:, None] * (v - jnp.einsum("hkv,hk->hv", state, k))
+        state += jnp.einsum("hk,hv->hkv", k, delta)
+        return state, jnp.einsum("hkv,hk->hv", state, q)
+
+    def recurrence_loss(state, rows):
+        total = 0.0
+        for index, length in enumerate(lengths):
+            live = jax.tree.map(lambda x, i=index, n=length: x[i, :n], rows)
+            last, outputs = jax.lax.scan(step, state[index], live)
+            total += jnp.sum(outputs**2) + jnp.sum(last**2)
+        return total
+
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))(state, rows)
+    expected = jax.jit(jax.grad(recurrence_loss, argnums=(0, 1)))(state, rows)
+    for actual, wanted in zip(
+        *map(jax.tree.leaves, (gradients, expected)), strict=True
+    ):
+        num_terms = 21 * sizes.key_dim * sizes.value_dim
+        tolerances.assert_close(
+            actual, np.asarray(wanted, np.float64), num_terms=num_terms
+        )
 
 
 def test_sizes_of_models_fit_the_op() -> None:

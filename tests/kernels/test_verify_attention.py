@@ -2,9 +2,12 @@
 
 import functools
 
+import hypothesis
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 from kernels import tolerances
 from pallas_kernels import verify_attention
@@ -23,7 +26,7 @@ ATTEND = {
 each_implementation = pytest.mark.parametrize("name", IMPLEMENTATIONS)
 
 
-def make_args(sizes, lengths, num_rows, pages_per_slot, inert=()):
+def make_args(sizes, lengths, num_rows, pages_per_slot, inert=(), dtype=np.float32):
     """Arguments in order; everything that no row may see is NaN.
 
     `inert` names (slot, page) entries of the table that are marked as not there.
@@ -47,7 +50,8 @@ def make_args(sizes, lengths, num_rows, pages_per_slot, inert=()):
             else:
                 seen[table[slot, page], :count] = True
     pages[:, ~seen] = np.nan
-    return (queries, keys, values, *pages, table, np.int32(lengths))
+    arrays = (x.astype(dtype) for x in (queries, keys, values, *pages))
+    return (*arrays, table, np.int32(lengths))
 
 
 def dense_mask(args, window, causal):
@@ -119,6 +123,47 @@ def test_mask_over_several_tiles(name, window, causal) -> None:
     sizes = shapes.TINY["tiny_group_1"]
     args = make_args(sizes, [0, 255, 257, 310], 3, 40)
     check(name, sizes, args, window, causal)
+
+
+@each_implementation
+@pytest.mark.parametrize("num_rows", [1, 5, 9, 16])
+def test_any_number_of_rows(name, num_rows) -> None:
+    sizes = shapes.Sizes(3, 1, 80)
+    check(name, sizes, make_args(sizes, [0, 7, 17], num_rows, 3))
+
+
+@each_implementation
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16], ids=["bf16", "f16"])
+def test_16_bit_rows_and_pages(name, dtype) -> None:
+    sizes = shapes.TINY["tiny_group_2"]
+    check(name, sizes, make_args(sizes, [0, 7, 8, 17], 3, 3, dtype=dtype))
+
+
+@hypothesis.settings(max_examples=20)
+@hypothesis.given(
+    lengths=st.tuples(*[st.integers(0, 40)] * 3),
+    inert=st.sets(st.tuples(st.integers(0, 2), st.integers(0, 4)), max_size=3),
+)
+def test_drawn_lengths_and_inert_pages(lengths, inert) -> None:
+    sizes = shapes.TINY["tiny_group_1"]
+    check("xla", sizes, make_args(sizes, list(lengths), 3, 5, inert), window=9)
+
+
+def test_memory_follows_what_is_held_not_the_capacity() -> None:
+    # A CPU computes in float32: 16-bit pages must be converted as they are read.
+    sizes = shapes.TINY["tiny_group_2"]
+    heads = (sizes.num_kv_heads, sizes.head_dim)
+    rows = jax.ShapeDtypeStruct((1, 2, *heads), jnp.bfloat16)
+    pages = jax.ShapeDtypeStruct((4096, PAGE, *heads), jnp.bfloat16)
+    abstract = (
+        jax.ShapeDtypeStruct((1, 2, sizes.num_heads, sizes.head_dim), jnp.bfloat16),
+        *(rows, rows, pages, pages),
+        jax.ShapeDtypeStruct((1, 4096), jnp.int32),
+        jax.ShapeDtypeStruct((1,), jnp.int32),
+    )
+    lowered = ATTEND["xla"].lower(*abstract, scale=1.0)
+    memory = lowered.compile().memory_analysis()
+    assert memory.temp_size_in_bytes < pages.size * 2 // 8
 
 
 @each_implementation

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 # Relative rounding of a result, by its dtype: half a unit in the last place.
-ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
+ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 # Float32 error of a sum, relative to the largest result, by the root of its length.
 ACCUMULATED = 2.0**-22
