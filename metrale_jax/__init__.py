@@ -1,32 +1,42 @@
 """Lossless speculative decoding for hybrid language models, as pure JAX functions."""
 
-from metrale_jax import checkpoint, config, text
-from metrale_jax.picks import request_key
+from metrale_jax import checkpoint, config, drafters, text
+from metrale_jax.drafters.confidence import DraftLimits
+from metrale_jax.proposal import DenseProbs, Proposal, SparseProbs
+from metrale_jax.sampling import Sampling, make_sampling, request_key
 from metrale_jax.state import (
-    Sampling,
     SequenceState,
     SlotRequest,
     describe_state,
-    greedy_request,
     init_state,
+    make_request,
 )
+from metrale_jax.statistics import Statistics, Summary, summarize
 from metrale_jax.steps import (
     apply_verdict,
     decode_round,
     decode_rounds,
     insert,
     prefill,
+    propose,
     release,
     verify_batched,
     verify_k4,
 )
-from metrale_jax.verdict import Emission, Verdict
+from metrale_jax.verdict import Emission, LogProbs, Verdict
 
 __all__ = [
+    "DenseProbs",
+    "DraftLimits",
     "Emission",
+    "LogProbs",
+    "Proposal",
     "Sampling",
     "SequenceState",
     "SlotRequest",
+    "SparseProbs",
+    "Statistics",
+    "Summary",
     "Verdict",
     "apply_verdict",
     "checkpoint",
@@ -34,12 +44,16 @@ __all__ = [
     "decode_round",
     "decode_rounds",
     "describe_state",
-    "greedy_request",
+    "drafters",
     "init_state",
     "insert",
+    "make_request",
+    "make_sampling",
     "prefill",
+    "propose",
     "release",
     "request_key",
+    "summarize",
     "text",
     "verify_batched",
     "verify_k4",

@@ -46,9 +46,7 @@ def rejection_sampling(
       num_drafts: how many of them count.
       uniforms: one per draft.
     """
-    target_of_draft = _probability_of(target_probs[:, :-1], drafts)
-    draft_of_draft = _probability_of(draft_probs, drafts)
-    stands = uniforms * draft_of_draft < target_of_draft
+    stands = passes(target_probs, draft_probs, drafts, uniforms)
     stands &= _is_offered(drafts, num_drafts)
     leading = jnp.cumprod(stands.astype(jnp.int32), axis=1)
     num_accepted = jnp.sum(leading, axis=1, dtype=jnp.int32)
@@ -104,6 +102,17 @@ def block_verification(
     # After the whole block nothing is left to subtract, and the weight cancels out.
     leftover = jnp.maximum(weight[:, None] * target - draft, 0)
     return Acceptance(num_accepted, _normalise(leftover, target))
+
+
+def passes(
+    target_probs: Float[Array, "B K V"],
+    draft_probs: Float[Array, "B J V"],
+    drafts: Int32[Array, "B J"],
+    uniforms: Float[Array, "B J"],
+) -> Bool[Array, "B J"]:
+    """Whether each draft passes rejection sampling's own test, by itself."""
+    target_of_draft = _probability_of(target_probs[:, :-1], drafts)
+    return uniforms * _probability_of(draft_probs, drafts) < target_of_draft
 
 
 def one_hot_probs(

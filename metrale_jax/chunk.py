@@ -1,16 +1,18 @@
 """Prefill: runs chunks of prompts into slots, and picks the first token after them."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from metrale_jax import config as config_lib
-from metrale_jax import fold, indices, picks
+from metrale_jax import fold, indices
 from metrale_jax import state as state_lib
 from metrale_jax import verdict as verdict_lib
+from metrale_jax import verify as verify_lib
 from metrale_jax.axes import Array, Bool, Int32
+from metrale_jax.drafters import protocol
 from metrale_jax.model import params as params_lib
 from metrale_jax.model import transformer
 from pallas_kernels import dispatch, gated_delta
@@ -37,8 +39,10 @@ def prefill(
     tokens: Int32[Array, "R T"],
     num_tokens: Int32[Array, " R"],
     is_last: Bool[Array, " R"],
+    drafter: protocol.Drafter | None = None,
     *,
     config: config_lib.ModelConfig,
+    num_log_probs: int | None = None,
     taps: tuple[int, ...] = (),
     implementation: dispatch.Implementation | None = None,
 ) -> tuple[state_lib.SequenceState, PrefillOutput]:
@@ -48,6 +52,8 @@ def prefill(
     same state, within the tolerance of the chunked recurrence.
 
     Args:
+      params: of the target.
+      state: B slots.
       slots: distinct slots; one outside of 0..B-1 is inert and pads the call.
       tokens: the chunks, padded to a common length.
       num_tokens: how many tokens of each chunk count; 0 leaves the slot as it is. A
@@ -55,11 +61,22 @@ def prefill(
         run: the slot finishes with `FINISHED_ERROR`, and takes no further chunk.
       is_last: the chunk completes its prompt: a first token is picked, and the slot
         becomes active unless that token already ends it.
+      drafter: the drafter that keeps state here; it sees the chunk too.
+      config: of the target.
+      num_log_probs: see `verify.verify`; of the first token.
+      taps: layers whose residual stream to return; the drafter's are read anyway.
+      implementation: of the kernels.
 
     Raises:
-      ValueError: the arguments don't describe the same R chunks.
+      ValueError: the arguments don't describe the same R chunks, or the state has a
+        drafter's and the drafter is missing.
     """
     _check_chunks(slots, tokens, num_tokens, is_last)
+    if drafter is None and state.drafter is not None:
+        raise ValueError(
+            "`state` holds a drafter's state, which would fall behind; give `prefill` "
+            "the `drafter`."
+        )
     is_slot = (slots >= 0) & (slots < state.num_slots)
     gathered = _gather_slots(state, slots, implementation)
     is_slot &= gathered.finish_reason != state_lib.FINISHED_ERROR
@@ -68,50 +85,65 @@ def prefill(
     overflows = gathered.length + num_tokens >= gathered.length_limit
     overflows &= num_tokens > 0
     num_tokens = jnp.where(overflows, 0, num_tokens)
+    drafter_taps = () if drafter is None else drafter.taps
     output = transformer.prefill_chunk(
         params,
         gathered,
         tokens,
         num_tokens,
         config=config,
-        taps=taps,
+        taps=(*taps, *drafter_taps),
         implementation=implementation,
     )
-    last_row = jnp.maximum(num_tokens - 1, 0)[:, None, None]
-    hidden = jnp.take_along_axis(output.hidden, last_row, axis=1)
-    length = gathered.length + num_tokens
-    emission, first_token = _first_token(
-        params, gathered, hidden, length, num_tokens, is_last, overflows, config
-    )
-
     ran = num_tokens > 0
     starts = is_last & ran
+    after = _advance(gathered, tokens, num_tokens, starts, output.hidden)
+    emission = _first_token(
+        params, after, starts, overflows, config=config, num_log_probs=num_log_probs
+    )
+    first_token = emission.tokens[:, 0]
+    kept = None
+    if drafter is not None:
+        kept = drafter.prefill(
+            params,
+            gathered,
+            protocol.CommittedChunk(
+                start=gathered.length,
+                tokens=tokens,
+                num_tokens=num_tokens,
+                is_last=starts,
+                first_token=first_token,
+                previous_hidden=gathered.hidden,
+                hidden=output.hidden,
+                taps=output.taps[len(taps) :],
+            ),
+            config=config,
+            implementation=implementation,
+        )
+
     written_slots = indices.inert_unless(ran, slots, state.num_slots)
     started_slots = indices.inert_unless(starts, slots, state.num_slots)
     judged_slots = indices.inert_unless(starts | overflows, slots, state.num_slots)
+    at_first = (started_slots, jnp.minimum(after.length, state.max_length - 1))
     state = dataclasses.replace(
         state,
-        length=_put(state.length, written_slots, length),
-        tokens=_write_prompt(
-            state.tokens,
-            slots,
-            gathered.length,
-            tokens,
-            num_tokens,
-            first_token,
-            starts,
+        length=_put(state.length, written_slots, after.length),
+        tokens=indices.write_rows(
+            _put(state.tokens, written_slots, after.tokens), at_first, first_token
         ),
-        hidden=_put(state.hidden, written_slots, hidden[:, 0]),
+        prompt_length=_put(state.prompt_length, started_slots, after.prompt_length),
+        hidden=_put(state.hidden, written_slots, after.hidden),
         num_pending=_put(state.num_pending, written_slots, jnp.zeros_like(slots)),
         last_token=_put(state.last_token, started_slots, first_token),
         active=_put(state.active, started_slots, ~emission.finished),
         finish_reason=_put(state.finish_reason, judged_slots, emission.reason),
+        drafter=_put_drafter(state.drafter, kept, written_slots),
         layers=tuple(
             _commit_layer(layer, values, gathered, written_slots, num_tokens)
             for layer, values in zip(state.layers, output.layers, strict=True)
         ),
     )
-    return state, PrefillOutput(emission, output.hidden, output.taps)
+    return state, PrefillOutput(emission, output.hidden, output.taps[: len(taps)])
 
 
 def _check_chunks(
@@ -200,60 +232,79 @@ def _commit_layer(
             )
 
 
-def _first_token(
-    params: params_lib.ModelParams,
+def _put_drafter(current: Any, kept: Any, slots: Int32[Array, " R"]) -> Any:
+    """Writes the R slots of a drafter's state; caches in pages are whole already."""
+
+    def put(old: Any, new: Any) -> Any:
+        if isinstance(old, state_lib.KVCache):
+            return new
+        return _put(old, slots, new)
+
+    return jax.tree.map(
+        put, current, kept, is_leaf=lambda node: isinstance(node, state_lib.KVCache)
+    )
+
+
+def _advance(
     gathered: state_lib.SequenceState,
-    hidden: Array,
-    length: Int32[Array, " R"],
-    num_tokens: Int32[Array, " R"],
-    is_last: Bool[Array, " R"],
-    overflows: Bool[Array, " R"],
-    config: config_lib.ModelConfig,
-) -> tuple[verdict_lib.Emission, Int32[Array, " R"]]:
-    """Picks the token at position `length`, and says whether it ends the sequence."""
-    logits = transformer.project_logits(params, hidden)
-    token = picks.pick_tokens(logits, length[:, None], gathered.sampling)[:, 0]
-    starts = is_last & (num_tokens > 0)
-    is_finite = jnp.all(jnp.isfinite(logits), axis=(1, 2))
-    reason = jnp.where(
-        fold.is_end_token(token, config),
-        state_lib.FINISHED_END_TOKEN,
-        jnp.where(
-            length + 1 >= gathered.length_limit,
-            state_lib.FINISHED_LENGTH,
-            state_lib.RUNNING,
-        ),
-    )
-    reason = jnp.where(is_finite, reason, state_lib.FINISHED_ERROR)
-    reason = jnp.where(starts, reason, state_lib.RUNNING)
-    reason = jnp.where(overflows, state_lib.FINISHED_ERROR, reason)
-    is_emitted = starts & is_finite
-    token = jnp.where(is_emitted, token, 0)
-    emission = verdict_lib.Emission(
-        tokens=token[:, None],
-        count=is_emitted.astype(jnp.int32),
-        finished=reason != state_lib.RUNNING,
-        reason=reason,
-    )
-    return emission, token
-
-
-def _write_prompt(
-    all_tokens: Int32[Array, "B S"],
-    slots: Int32[Array, " R"],
-    start: Int32[Array, " R"],
     tokens: Int32[Array, "R T"],
     num_tokens: Int32[Array, " R"],
-    first_token: Int32[Array, " R"],
     starts: Bool[Array, " R"],
-) -> Int32[Array, "B S"]:
-    """Writes the chunk at positions start.., and the first token behind it."""
-    step = jnp.arange(tokens.shape[1] + 1, dtype=jnp.int32)[None, :]
-    padded = jnp.pad(tokens, ((0, 0), (0, 1)))
-    is_first = starts[:, None] & (step == num_tokens[:, None])
-    values = jnp.where(is_first, first_token[:, None], padded)
-    is_written = (step < num_tokens[:, None]) | is_first
-    positions = indices.inert_unless(
-        is_written, start[:, None] + step, all_tokens.shape[1]
+    hidden: Array,
+) -> state_lib.SequenceState:
+    """The bookkeeping of the R slots after their chunk, its first token apart."""
+    step = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+    length = gathered.length + num_tokens
+    last_row = jnp.maximum(num_tokens - 1, 0)[:, None, None]
+    is_resumed = gathered.prompt_length > 0
+    return dataclasses.replace(
+        gathered,
+        length=length,
+        tokens=fold.write_tokens(
+            gathered.tokens, gathered.length, tokens, step < num_tokens[:, None]
+        ),
+        prompt_length=jnp.where(starts & ~is_resumed, length, gathered.prompt_length),
+        hidden=jnp.take_along_axis(hidden, last_row, axis=1)[:, 0],
     )
-    return indices.write_rows(all_tokens, (slots[:, None], positions), values)
+
+
+def _first_token(
+    params: params_lib.ModelParams,
+    after: state_lib.SequenceState,
+    starts: Bool[Array, " R"],
+    overflows: Bool[Array, " R"],
+    *,
+    config: config_lib.ModelConfig,
+    num_log_probs: int | None,
+) -> verdict_lib.Emission:
+    """Picks the token at position `length`, and says whether it ends the sequence."""
+    logits = transformer.project_logits(params, after.hidden[:, None])
+    # The row is that of the prompt's last token: what verify calls length is one less.
+    at_last = dataclasses.replace(after, length=after.length - 1)
+    num_slots = logits.shape[0]
+    judgement = verify_lib.judge(
+        at_last,
+        logits,
+        jnp.zeros((num_slots, 0), jnp.int32),
+        jnp.zeros(num_slots, jnp.int32),
+        config=config,
+        num_log_probs=num_log_probs,
+    )
+    token = judgement.bonus_token
+    count, reason = fold.count_and_reason(
+        token[:, None],
+        jnp.ones(num_slots, jnp.int32),
+        after.length_limit - after.length,
+        judgement.is_finite,
+        config,
+    )
+    count = jnp.where(starts, count, 0)
+    reason = jnp.where(starts, reason, state_lib.RUNNING)
+    reason = jnp.where(overflows, state_lib.FINISHED_ERROR, reason)
+    return verdict_lib.Emission(
+        tokens=jnp.where(count > 0, token, 0)[:, None],
+        count=count,
+        finished=reason != state_lib.RUNNING,
+        reason=reason,
+        log_probs=judgement.log_probs,
+    )

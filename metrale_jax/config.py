@@ -226,6 +226,7 @@ class DecodeConfig:
       page_size: tokens per KV page.
       num_pages: P, KV pages shared by all slots.
       max_drafts: J, drafts per round; 0 is plain decoding.
+      max_logit_bias: tokens whose logit a request may move.
     """
 
     num_slots: int
@@ -233,13 +234,15 @@ class DecodeConfig:
     page_size: int
     num_pages: int
     max_drafts: int = 0
+    max_logit_bias: int = 16
 
     def __post_init__(self) -> None:
         _require_positive(self, "num_slots", "max_length", "page_size", "num_pages")
-        if self.max_drafts < 0:
-            raise ValueError(
-                f"`max_drafts` must not be negative, got {self.max_drafts}."
-            )
+        for name in ("max_drafts", "max_logit_bias"):
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"`{name}` must not be negative, got {getattr(self, name)}."
+                )
 
     @property
     def num_rows(self) -> int:

@@ -7,33 +7,64 @@ import jax.numpy as jnp
 
 from metrale_jax import config as config_lib
 from metrale_jax import indices
+from metrale_jax import proposal as proposal_lib
 from metrale_jax import state as state_lib
+from metrale_jax import statistics as statistics_lib
 from metrale_jax import verdict as verdict_lib
+from metrale_jax import verify as verify_lib
 from metrale_jax.axes import Array, Bool, Int32
-from pallas_kernels import causal_conv, gated_delta
+from metrale_jax.drafters import protocol
+from metrale_jax.model import params as params_lib
+from pallas_kernels import causal_conv, dispatch, gated_delta
 
 
 def apply_verdict(
     state: state_lib.SequenceState,
     verdict: verdict_lib.Verdict,
+    params: params_lib.ModelParams | None = None,
+    drafter: protocol.Drafter | None = None,
     *,
     config: config_lib.ModelConfig,
+    implementation: dispatch.Implementation | None = None,
 ) -> tuple[state_lib.SequenceState, verdict_lib.Emission]:
     """Emits the accepted drafts and the bonus token, and commits the rows they rest on.
 
-    Donates `state` when called as a step.
+    Donates `state` when called as a step. Pending drafts are used up.
 
     A slot that ends inside its accepted drafts ends as plain decoding would have ended:
-    its caches hold all but its last emitted token. A slot whose logits were not finite
-    emits nothing, keeps its state, and finishes with `FINISHED_ERROR`.
+    its caches hold all but its last emitted token. A slot whose logits were not finite,
+    or to which a mask left no token, emits nothing, keeps its state, and finishes with
+    `FINISHED_ERROR`.
+
+    Args:
+      state: the state that was verified.
+      verdict: its verdict.
+      params: of the target; needed with a drafter.
+      drafter: the drafter that keeps state here; its caches take the same rows.
+      config: of the target.
+      implementation: of the drafter's kernels.
+
+    Raises:
+      ValueError: the state has a drafter's and the drafter is missing, or the verdict
+        has more rows than the state has room for.
     """
-    per_slot = (verdict.num_accepted, verdict.bonus_token, verdict.is_finite)
+    judgement = verdict.judgement
+    per_slot = (judgement.num_accepted, judgement.bonus_token, judgement.is_finite)
     # A verdict of another state fails here, while tracing.
     chex.assert_shape(per_slot, (state.num_slots,))
-    num_rows = verdict.hidden.shape[1]
-    emitted = _emitted_tokens(verdict)
-    count, reason = _count_and_reason(state, verdict, emitted, config)
-    row_index = jnp.arange(num_rows, dtype=jnp.int32)
+    emitted = verify_lib.emitted_tokens(
+        judgement.drafts, judgement.num_accepted, judgement.bonus_token
+    )
+    count, reason = count_and_reason(
+        emitted,
+        judgement.num_accepted + 1,
+        state.length_limit - (state.length + 1),
+        judgement.is_finite,
+        config,
+    )
+    count = jnp.where(state.active, count, 0)
+    finished = state.active & (reason != state_lib.RUNNING)
+    row_index = jnp.arange(emitted.shape[1], dtype=jnp.int32)
     is_emitted = row_index[None, :] < count[:, None]
     emitted = jnp.where(is_emitted, emitted, 0)
 
@@ -41,7 +72,7 @@ def apply_verdict(
     last_row = jnp.maximum(count - 1, 0)[:, None]
     last_token = jnp.take_along_axis(emitted, last_row, axis=1)[:, 0]
     hidden = jnp.take_along_axis(verdict.hidden, last_row[:, :, None], axis=1)[:, 0]
-    finished = state.active & (reason != state_lib.RUNNING)
+    start = state.length
     state = dataclasses.replace(
         state,
         length=state.length + count,
@@ -51,15 +82,73 @@ def apply_verdict(
         finish_reason=jnp.where(finished, reason, state.finish_reason),
         hidden=jnp.where(ran[:, None], hidden, state.hidden),
         num_pending=count,
+        proposal=dataclasses.replace(
+            state.proposal, num_drafts=jnp.zeros_like(state.proposal.num_drafts)
+        ),
+        stats=statistics_lib.add_round(
+            state.stats,
+            count,
+            judgement.num_drafts,
+            judgement.num_accepted,
+            judgement.hits,
+            finished,
+            _candidate_rank(state.proposal, judgement),
+        ),
         layers=tuple(
             _commit_layer(layer, rows, state, count)
             for layer, rows in zip(state.layers, verdict.layers, strict=True)
         ),
     )
+    rows = protocol.CommittedRows(
+        start=start,
+        count=count,
+        next_tokens=emitted,
+        hidden=verdict.hidden,
+        taps=verdict.taps,
+        num_drafts=judgement.num_drafts,
+        num_accepted=judgement.num_accepted,
+    )
+    state = _commit_drafter(state, rows, params, drafter, config, implementation)
     emission = verdict_lib.Emission(
-        tokens=emitted, count=count, finished=finished, reason=state.finish_reason
+        tokens=emitted,
+        count=count,
+        finished=finished,
+        reason=state.finish_reason,
+        log_probs=judgement.log_probs,
     )
     return state, emission
+
+
+def count_and_reason(
+    emitted: Int32[Array, "B K"],
+    num_available: Int32[Array, " B"],
+    room: Int32[Array, " B"],
+    is_finite: Bool[Array, " B"],
+    config: config_lib.ModelConfig,
+) -> tuple[Int32[Array, " B"], Int32[Array, " B"]]:
+    """How many tokens each slot emits, and why it stops if it does.
+
+    Args:
+      emitted: the tokens at hand.
+      num_available: how many of them count.
+      room: tokens until the slot's limit.
+      is_finite: the target could pick them; a slot that it could not fails.
+      config: of the target, for its end tokens.
+    """
+    room = jnp.maximum(room, 0)
+    available = jnp.minimum(num_available, room)
+    row_index = jnp.arange(emitted.shape[1], dtype=jnp.int32)
+    ends = _is_end_token(emitted, config) & (row_index[None, :] < available[:, None])
+    has_end = jnp.any(ends, axis=1)
+    end_row = jnp.argmax(ends, axis=1).astype(jnp.int32)
+    count = jnp.where(has_end, end_row + 1, available)
+    reason = jnp.where(
+        has_end,
+        state_lib.FINISHED_END_TOKEN,
+        jnp.where(count == room, state_lib.FINISHED_LENGTH, state_lib.RUNNING),
+    )
+    count = jnp.where(is_finite, count, 0)
+    return count, jnp.where(is_finite, reason, state_lib.FINISHED_ERROR)
 
 
 def write_tokens(
@@ -102,41 +191,46 @@ def write_kv_rows(
     )
 
 
-def _emitted_tokens(verdict: verdict_lib.Verdict) -> Int32[Array, "B K"]:
-    """The accepted drafts, then the bonus token; stale beyond."""
-    padded = jnp.pad(verdict.drafts, ((0, 0), (0, 1)))
-    row_index = jnp.arange(padded.shape[1], dtype=jnp.int32)
-    is_bonus = row_index[None, :] == verdict.num_accepted[:, None]
-    return jnp.where(is_bonus, verdict.bonus_token[:, None], padded)
-
-
-def _count_and_reason(
+def _commit_drafter(
     state: state_lib.SequenceState,
-    verdict: verdict_lib.Verdict,
-    emitted: Int32[Array, "B K"],
+    rows: protocol.CommittedRows,
+    params: params_lib.ModelParams | None,
+    drafter: protocol.Drafter | None,
     config: config_lib.ModelConfig,
-) -> tuple[Int32[Array, " B"], Int32[Array, " B"]]:
-    """How many tokens each slot emits, and why it stops if it does."""
-    room = jnp.maximum(state.length_limit - (state.length + 1), 0)
-    available = jnp.minimum(verdict.num_accepted + 1, room)
-    row_index = jnp.arange(emitted.shape[1], dtype=jnp.int32)
-    is_available = row_index[None, :] < available[:, None]
-    ends = is_end_token(emitted, config) & is_available
-    has_end = jnp.any(ends, axis=1)
-    end_row = jnp.argmax(ends, axis=1).astype(jnp.int32)
-    count = jnp.where(has_end, end_row + 1, available)
-    reason = jnp.where(
-        has_end,
-        state_lib.FINISHED_END_TOKEN,
-        jnp.where(count == room, state_lib.FINISHED_LENGTH, state_lib.RUNNING),
+    implementation: dispatch.Implementation | None,
+) -> state_lib.SequenceState:
+    if drafter is None:
+        if state.drafter is not None:
+            raise ValueError(
+                "`state` holds a drafter's state, which would fall behind; give "
+                "`apply_verdict` the `drafter` and `params`."
+            )
+        return state
+    if params is None:
+        raise ValueError("`apply_verdict` needs `params` to advance a `drafter`.")
+    kept = drafter.commit(
+        params, state, rows, config=config, implementation=implementation
     )
-    failed = ~verdict.is_finite
-    count = jnp.where(state.active & ~failed, count, 0)
-    reason = jnp.where(failed, state_lib.FINISHED_ERROR, reason)
-    return count, jnp.where(state.active, reason, state.finish_reason)
+    return dataclasses.replace(state, drafter=kept)
 
 
-def is_end_token(
+def _candidate_rank(
+    proposal: proposal_lib.Proposal, judgement: verdict_lib.Judgement
+) -> Int32[Array, " B"]:
+    """Rank of the bonus token among the candidates of the draft that fell, or -1."""
+    candidates = proposal.candidates
+    num_accepted = judgement.num_accepted
+    if candidates is None or not judgement.drafts.shape[1]:
+        return jnp.full_like(num_accepted, -1)
+    column = jnp.minimum(num_accepted, candidates.shape[1] - 1)[:, None, None]
+    row = jnp.take_along_axis(candidates, column, axis=1)[:, 0]
+    matches = row == judgement.bonus_token[:, None]
+    rank = jnp.argmax(matches, axis=1).astype(jnp.int32)
+    fell = num_accepted < judgement.num_drafts
+    return jnp.where(fell & jnp.any(matches, axis=1), rank, -1)
+
+
+def _is_end_token(
     tokens: Int32[Array, "..."], config: config_lib.ModelConfig
 ) -> Bool[Array, "..."]:
     if not config.end_token_ids:

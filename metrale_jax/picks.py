@@ -1,15 +1,16 @@
 """From logits to tokens: warping and sampling, one order for every path.
 
 The order is temperature, top-k, top-p, min-p; each rule sees the renormalised result of
-those before it. Random numbers are a function of (request key, absolute position,
-purpose) alone, so a seeded request gives the same tokens in any slot, batch or round.
+those before it. `logit_rules` come before all of them. Random numbers are a function of
+(request key, absolute position, purpose) alone, so a seeded request gives the same
+tokens in any slot, batch or round.
 """
 
 import jax
 import jax.numpy as jnp
 from jax.extend import random as jax_random
 
-from metrale_jax import state as state_lib
+from metrale_jax import sampling as sampling_lib
 from metrale_jax.axes import Array, Bool, Float32, Int32, UInt32
 
 # Below this a slot is greedy: dividing logits by less would overflow float32 long
@@ -17,13 +18,20 @@ from metrale_jax.axes import Array, Bool, Float32, Int32, UInt32
 GREEDY_TEMPERATURE = 1e-5
 
 # Purposes of random numbers; each (request, position, purpose) has its own stream.
+# A token that the target picks on its own takes the stream of its own position. What a
+# round draws about its drafts takes streams of the round's first position: a position
+# that was drafted, not reached, and drafted again must not see the same numbers, since
+# how far a block was accepted may depend on them.
 PURPOSE_SAMPLE = 0
+PURPOSE_DRAFT = 1
+PURPOSE_ACCEPT = 2
+PURPOSE_RESAMPLE = 3
 
 
 def pick_tokens(
     logits: Float32[Array, "B K V"],
     positions: Int32[Array, "B K"],
-    sampling: state_lib.Sampling,
+    sampling: sampling_lib.Sampling,
 ) -> Int32[Array, "B K"]:
     """Picks one token per row: argmax where greedy (lowest id on ties), else a sample.
 
@@ -44,12 +52,86 @@ def pick_tokens(
     return jax.lax.cond(jnp.any(is_sampled), sample, lambda: greedy)
 
 
-def is_greedy(sampling: state_lib.Sampling) -> Bool[Array, " B"]:
+def draw_drafts(
+    logits: Float32[Array, "B J V"],
+    start: Int32[Array, " B"],
+    sampling: sampling_lib.Sampling,
+    *,
+    first_column: Int32[Array, ""] | int = 0,
+) -> tuple[Int32[Array, "B J"], Float32[Array, "B J V"]]:
+    """Draws drafts from the drafter's own logits, warped as the slot's tokens are.
+
+    Args:
+      logits: of each draft.
+      start: position of the round's first draft.
+      sampling: of the B slots; a greedy slot takes the argmax.
+      first_column: column of `logits[:, 0]` within the round, for drafters that draw
+        one draft after the other.
+
+    Returns:
+      The drafts, and the distribution they were drawn from; one-hot for greedy slots.
+    """
+    vocab_size = logits.shape[-1]
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greedy_probs = jax.nn.one_hot(greedy, vocab_size, dtype=jnp.float32)
+    greedy_slot = is_greedy(sampling)
+
+    def draw() -> tuple[Array, Array]:
+        warped = warp_logits(logits, sampling)
+        columns = first_column + jnp.arange(logits.shape[1], dtype=jnp.int32)
+
+        def row_noise(key: Array, position: Array, column: Array) -> Array:
+            round_key = random_key(key, position, PURPOSE_DRAFT)
+            column_key = jax.random.fold_in(round_key, column)
+            return jax.random.gumbel(column_key, (vocab_size,), jnp.float32)
+
+        over_columns = jax.vmap(row_noise, in_axes=(None, None, 0))
+        noise = jax.vmap(over_columns, in_axes=(0, 0, None))(
+            sampling.request_key, start, columns
+        )
+        drawn = jnp.argmax(warped + noise, axis=-1).astype(jnp.int32)
+        probs = jax.nn.softmax(warped, axis=-1)
+        return (
+            jnp.where(greedy_slot[:, None], greedy, drawn),
+            jnp.where(greedy_slot[:, None, None], greedy_probs, probs),
+        )
+
+    return jax.lax.cond(jnp.all(greedy_slot), lambda: (greedy, greedy_probs), draw)
+
+
+def draw_from_probs(
+    probs: Float32[Array, "B V"],
+    positions: Int32[Array, " B"],
+    sampling: sampling_lib.Sampling,
+) -> Int32[Array, " B"]:
+    """Draws one token per slot from the residual that a rejected draft left."""
+
+    def noise(key: Array, position: Array) -> Array:
+        key = random_key(key, position, PURPOSE_RESAMPLE)
+        return jax.random.gumbel(key, probs.shape[-1:], jnp.float32)
+
+    gumbel = jax.vmap(noise)(sampling.request_key, positions)
+    return jnp.argmax(jnp.log(probs) + gumbel, axis=-1).astype(jnp.int32)
+
+
+def accept_uniforms(
+    request_key: UInt32[Array, "B 2"], start: Int32[Array, " B"], num_drafts: int
+) -> Float32[Array, "B J"]:
+    """Uniforms in [0, 1) for the accept tests of a round whose first draft is there."""
+
+    def draw(key: Array, position: Array) -> Array:
+        key = random_key(key, position, PURPOSE_ACCEPT)
+        return jax.random.uniform(key, (num_drafts,), jnp.float32)
+
+    return jax.vmap(draw)(request_key, start)
+
+
+def is_greedy(sampling: sampling_lib.Sampling) -> Bool[Array, " B"]:
     return sampling.temperature < GREEDY_TEMPERATURE
 
 
 def warp_logits(
-    logits: Float32[Array, "B K V"], sampling: state_lib.Sampling
+    logits: Float32[Array, "B K V"], sampling: sampling_lib.Sampling
 ) -> Float32[Array, "B K V"]:
     """Applies temperature, top-k, top-p and min-p; removed tokens become -inf.
 
@@ -72,7 +154,7 @@ def warp_logits(
 
 
 def _keep_top_k_top_p(
-    scaled: Float32[Array, "B K V"], sampling: state_lib.Sampling
+    scaled: Float32[Array, "B K V"], sampling: sampling_lib.Sampling
 ) -> Bool[Array, "B K V"]:
     """The tokens that top-k, then top-p keep; ties go to the lower id."""
     vocab_size = scaled.shape[-1]
@@ -114,14 +196,3 @@ def _gumbel_noise(
         )
 
     return jax.vmap(jax.vmap(row, in_axes=(None, 0)))(request_key, positions)
-
-
-def request_key(seed: int) -> UInt32[Array, " 2"]:
-    """Returns the request key of a seed in 0..2**64-1; distinct seeds, distinct keys.
-
-    Raises:
-      ValueError: the seed is outside that range.
-    """
-    if not 0 <= seed < 2**64:
-        raise ValueError(f"`seed` must be in 0..2**64-1, got {seed}.")
-    return jnp.array([seed >> 32, seed & 0xFFFFFFFF], jnp.uint32)

@@ -6,7 +6,8 @@ state holds (`_neutral_value`), so a new field is reset without being listed any
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,9 @@ from jax.typing import DTypeLike
 
 from metrale_jax import config as config_lib
 from metrale_jax import indices
+from metrale_jax import proposal as proposal_lib
+from metrale_jax import sampling as sampling_lib
+from metrale_jax import statistics as statistics_lib
 from metrale_jax.axes import Array
 from pallas_kernels import gated_delta
 
@@ -51,27 +55,13 @@ LayerState = KVCache | RecurrentState
 
 
 @struct.dataclass
-class Sampling:
-    """How each slot's tokens are picked; `picks` gives the order of the rules.
-
-    A temperature below `picks.GREEDY_TEMPERATURE` is greedy. `top_k` 0, `top_p` 1 and
-    `min_p` 0 switch their rule off. `request_key` is the 64-bit seed, high word first.
-    """
-
-    temperature: Array  # f32[B]
-    top_k: Array  # i32[B]
-    top_p: Array  # f32[B]
-    min_p: Array  # f32[B]
-    request_key: Array  # u32[B, 2]
-
-
-@struct.dataclass
 class SequenceState:
     """B slots.
 
     Attributes:
       length: i32[B], tokens whose state is inside the caches.
       last_token: i32[B], emitted and not yet inside; its position is `length`.
+      prompt_length: i32[B], leading tokens that are the prompt; 0 until it is complete.
       length_limit: i32[B], prompt and output tokens together at which a slot finishes.
       tokens: i32[B, S], ids at positions 0..length, `last_token` included; stale
         beyond.
@@ -83,11 +73,15 @@ class SequenceState:
       page_table: i32[B, pages per slot]; an entry without a page is P, one past the
         end.
       sampling: per-slot sampling options.
+      proposal: pending drafts; J columns, `num_drafts` 0 where there are none.
+      drafter: what the drafter knows of the sequences; its own pytree, or None.
+      stats: counters of speculation.
       layers: one `KVCache` or `RecurrentState` per layer, in order.
     """
 
     length: Array
     last_token: Array
+    prompt_length: Array
     length_limit: Array
     tokens: Array
     active: Array
@@ -95,7 +89,10 @@ class SequenceState:
     hidden: Array
     num_pending: Array
     page_table: Array
-    sampling: Sampling
+    sampling: sampling_lib.Sampling
+    proposal: proposal_lib.Proposal
+    drafter: Any
+    stats: statistics_lib.Statistics
     layers: tuple[LayerState, ...]
 
     @property
@@ -107,6 +104,11 @@ class SequenceState:
         """S, tokens a slot can hold."""
         return self.tokens.shape[1]
 
+    @property
+    def max_drafts(self) -> int:
+        """J, drafts that a slot can hold."""
+        return self.proposal.drafts.shape[1]
+
 
 @struct.dataclass
 class SlotRequest:
@@ -115,12 +117,35 @@ class SlotRequest:
     Attributes:
       pages: i32[pages per slot], page of each run of positions; P where there is none.
       length_limit: i32[], see `SequenceState`.
-      sampling: a `Sampling` of scalars (`request_key` u32[2]).
+      prompt_length: i32[], see `SequenceState`; 0 lets `prefill` set it. A sequence
+        that is resumed brings it, since its prefill holds output tokens too.
+      sampling: of one slot.
     """
 
     pages: Array
     length_limit: Array
-    sampling: Sampling
+    prompt_length: Array
+    sampling: sampling_lib.Sampling
+
+
+@runtime_checkable
+class KeepsState(Protocol):
+    """What `describe_state` asks of a drafter; see `drafters.protocol.Drafter`."""
+
+    @property
+    def max_drafts(self) -> int: ...
+
+    def describe_state(
+        self,
+        config: config_lib.ModelConfig,
+        decode: config_lib.DecodeConfig,
+        *,
+        dtype: DTypeLike,
+    ) -> Any: ...
+
+    def describe_probs(
+        self, config: config_lib.ModelConfig, decode: config_lib.DecodeConfig
+    ) -> Any: ...
 
 
 def describe_state(
@@ -128,6 +153,7 @@ def describe_state(
     decode: config_lib.DecodeConfig,
     *,
     dtype: DTypeLike,
+    drafter: KeepsState | None = None,
 ) -> SequenceState:
     """Returns a SequenceState of `jax.ShapeDtypeStruct`: the one list of its shapes.
 
@@ -135,21 +161,32 @@ def describe_state(
       config: the target.
       decode: sizes of the batch.
       dtype: of keys, values, conv inputs and hidden; the recurrent matrix is float32.
+      drafter: the drafter that will propose, if any.
 
     Raises:
-      ValueError: the sizes exceed the target's context, or the KV cache 2**31 rows.
+      ValueError: the sizes exceed the target's context, or the KV cache 2**31 rows, or
+        the drafter proposes more than `max_drafts`.
     """
     _check_sizes(config, decode)
+    if drafter is not None and drafter.max_drafts > decode.max_drafts:
+        raise ValueError(
+            f"`max_drafts` must be at least the drafter's {drafter.max_drafts}, got "
+            f"{decode.max_drafts}."
+        )
+    probs, candidates = (
+        (None, None) if drafter is None else drafter.describe_probs(config, decode)
+    )
+    num_candidates = 0 if candidates is None else candidates.shape[-1]
     num_slots = decode.num_slots
 
     def per_slot(value_dtype: DTypeLike, *shape: int) -> Any:
         return jax.ShapeDtypeStruct((num_slots, *shape), value_dtype)
 
     counts = per_slot(jnp.int32)
-    fractions = per_slot(jnp.float32)
     return SequenceState(
         length=counts,
         last_token=counts,
+        prompt_length=counts,
         length_limit=counts,
         tokens=per_slot(jnp.int32, decode.max_length),
         active=per_slot(jnp.bool_),
@@ -157,12 +194,15 @@ def describe_state(
         hidden=per_slot(dtype, config.hidden_size),
         num_pending=counts,
         page_table=per_slot(jnp.int32, decode.pages_per_slot),
-        sampling=Sampling(
-            temperature=fractions,
-            top_k=counts,
-            top_p=fractions,
-            min_p=fractions,
-            request_key=per_slot(jnp.uint32, 2),
+        sampling=sampling_lib.describe_sampling(config, decode),
+        proposal=proposal_lib.describe_proposal(
+            num_slots, decode.max_drafts, probs, candidates
+        ),
+        drafter=None
+        if drafter is None
+        else drafter.describe_state(config, decode, dtype=dtype),
+        stats=statistics_lib.describe_statistics(
+            num_slots, decode.max_drafts, num_candidates
         ),
         layers=tuple(
             _describe_layer(kind, config, decode, dtype) for kind in config.layers
@@ -175,6 +215,7 @@ def init_state(
     decode: config_lib.DecodeConfig,
     *,
     dtype: DTypeLike,
+    drafter: KeepsState | None = None,
 ) -> SequenceState:
     """Returns B free slots; see `describe_state` for arguments and errors.
 
@@ -184,33 +225,62 @@ def init_state(
         lambda path, leaf: _neutral_value(
             path, leaf.shape, leaf.dtype, decode.num_pages
         ),
-        describe_state(config, decode, dtype=dtype),
+        describe_state(config, decode, dtype=dtype, drafter=drafter),
     )
 
 
-def greedy_request(decode: config_lib.DecodeConfig, *, slot: int) -> SlotRequest:
-    """A greedy request without a limit, on the slot's own run of pages.
+def make_request(
+    config: config_lib.ModelConfig,
+    decode: config_lib.DecodeConfig,
+    *,
+    slot: int | None = None,
+    pages: Sequence[int] | None = None,
+    length_limit: int | None = None,
+    prompt_length: int = 0,
+    **sampling: Any,
+) -> SlotRequest:
+    """Returns a request for a slot.
 
-    For batches in which every slot has `pages_per_slot` pages, as `config.for_slots`
-    makes them; a `PageAllocator` shares fewer.
+    Args:
+      config: the target.
+      decode: the batch.
+      slot: gives the request the slot's own run of pages, for batches in which every
+        slot has `pages_per_slot` pages, as `config.for_slots` makes them.
+      pages: or names its pages, as a `PageAllocator` that shares fewer hands them out.
+      length_limit: prompt and output tokens together; None for what the slot holds.
+      prompt_length: see `SlotRequest`.
+      **sampling: see `sampling.make_sampling`; the default is greedy.
+
+    Raises:
+      ValueError: an argument is out of range, or `slot` and `pages` are both given.
     """
+    if (slot is None) == (pages is None):
+        raise ValueError("`make_request` takes either `slot` or `pages`.")
     pages_per_slot = decode.pages_per_slot
-    first = slot * pages_per_slot
-    if not 0 <= slot < decode.num_slots or first + pages_per_slot > decode.num_pages:
+    if slot is not None:
+        first = slot * pages_per_slot
+        is_slot = 0 <= slot < decode.num_slots
+        if not is_slot or first + pages_per_slot > decode.num_pages:
+            raise ValueError(
+                f"`slot` must be in 0..{decode.num_slots - 1} and have "
+                f"{pages_per_slot} pages of its own among {decode.num_pages}, "
+                f"got {slot}."
+            )
+        pages = range(first, first + pages_per_slot)
+    assert pages is not None
+    if len(pages) > pages_per_slot:
         raise ValueError(
-            f"`slot` must be in 0..{decode.num_slots - 1} and have {pages_per_slot} "
-            f"pages of its own among {decode.num_pages}, got {slot}."
+            f"`pages` must be at most {pages_per_slot} (`pages_per_slot`), got "
+            f"{len(pages)}."
         )
+    missing = [decode.num_pages] * (pages_per_slot - len(pages))
+    if length_limit is None:
+        length_limit = decode.max_length
     return SlotRequest(
-        pages=jnp.arange(first, first + pages_per_slot, dtype=jnp.int32),
-        length_limit=jnp.int32(decode.max_length),
-        sampling=Sampling(
-            temperature=jnp.float32(0.0),
-            top_k=jnp.int32(0),
-            top_p=jnp.float32(1.0),
-            min_p=jnp.float32(0.0),
-            request_key=jnp.zeros(2, jnp.uint32),
-        ),
+        pages=jnp.array([*pages, *missing], jnp.int32),
+        length_limit=jnp.int32(length_limit),
+        prompt_length=jnp.int32(prompt_length),
+        sampling=sampling_lib.make_sampling(config, decode, **sampling),
     )
 
 
@@ -230,6 +300,7 @@ def insert(state: SequenceState, slot: Array, request: SlotRequest) -> SequenceS
     return dataclasses.replace(
         fresh,
         page_table=put(fresh.page_table, request.pages),
+        prompt_length=put(fresh.prompt_length, request.prompt_length),
         length_limit=put(
             fresh.length_limit,
             jnp.minimum(request.length_limit, _capacity(state, request.pages)),
@@ -269,8 +340,12 @@ def _neutral_value(
     match jax.tree_util.keystr(path):
         case ".page_table":
             return jnp.full(shape, num_pages, dtype)
-        case ".sampling.top_p":
+        case ".sampling.top_p" | ".sampling.repetition_penalty":
             return jnp.ones(shape, dtype)
+        case ".sampling.allowed_tokens":
+            return jnp.full(shape, jnp.iinfo(dtype).max, dtype)
+        case ".sampling.dry_breakers":
+            return jnp.full(shape, sampling_lib.NO_TOKEN, dtype)
         case _:
             return jnp.zeros(shape, dtype)
 

@@ -21,10 +21,10 @@ ROOT = pathlib.Path(__file__).parent.parent
 # its neighbours in the row, never in a circle. The most specific name counts.
 LAYERS = (
     ("axes", "config", "indices"),
-    ("model.params", "state", "verdict"),
-    ("model",),
-    ("picks", "accept", "chunk", "verify", "fold"),
-    ("drafters",),
+    ("model.params", "sampling", "proposal", "statistics", "state", "verdict"),
+    ("model", "drafters.protocol", "drafters.confidence"),
+    ("logit_rules", "picks", "accept", "chunk", "verify", "fold"),
+    ("drafters", "drafting"),
     ("steps",),
     ("engine", "training"),
 )

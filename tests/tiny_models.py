@@ -2,14 +2,16 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from metrale_jax import config as config_lib
-from metrale_jax import picks, state, steps
+from metrale_jax import state, steps
 from metrale_jax.axes import Array
+from metrale_jax.drafters import protocol
 from metrale_jax.model import params as params_lib
 
 VOCAB_SIZE = 128
@@ -48,7 +50,6 @@ PAGE_SIZE = 8
 # Prompts are padded to chunks of this many tokens.
 CHUNK_LENGTH = 16
 MAX_LENGTH = 64
-NO_LIMIT = MAX_LENGTH
 
 
 def make_params(
@@ -57,37 +58,25 @@ def make_params(
     return params_lib.init_params(config, rng_key=jax.random.key(seed))
 
 
-def make_state(config: config_lib.ModelConfig) -> state.SequenceState:
+def make_state(
+    config: config_lib.ModelConfig, drafter: protocol.Drafter | None = None
+) -> state.SequenceState:
     """Every test uses one shape, so that a target's steps compile once in a session."""
-    decode = config_lib.for_slots(
-        NUM_SLOTS, MAX_LENGTH, page_size=PAGE_SIZE, max_drafts=MAX_DRAFTS
+    return state.init_state(
+        config, DECODE, dtype=jnp.dtype(jnp.float32), drafter=drafter
     )
-    return state.init_state(config, decode, dtype=jnp.dtype(jnp.float32))
+
+
+DECODE = config_lib.for_slots(
+    NUM_SLOTS, MAX_LENGTH, page_size=PAGE_SIZE, max_drafts=MAX_DRAFTS
+)
 
 
 def make_request(
-    slot: int,
-    *,
-    length_limit: int = NO_LIMIT,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    seed: int = 0,
+    config: config_lib.ModelConfig, slot: int, **options: Any
 ) -> state.SlotRequest:
     """A request for a slot that owns the slot-th run of pages."""
-    pages_per_slot = MAX_LENGTH // PAGE_SIZE
-    return state.SlotRequest(
-        pages=jnp.arange(pages_per_slot, dtype=jnp.int32) + slot * pages_per_slot,
-        length_limit=jnp.int32(length_limit),
-        sampling=state.Sampling(
-            temperature=jnp.float32(temperature),
-            top_k=jnp.int32(top_k),
-            top_p=jnp.float32(top_p),
-            min_p=jnp.float32(min_p),
-            request_key=picks.request_key(seed),
-        ),
-    )
+    return state.make_request(config, DECODE, slot=slot, **options)
 
 
 def start(
@@ -97,10 +86,15 @@ def start(
     slot: int,
     prompt: Sequence[int],
     chunks: Sequence[int] | None = None,
-    **options: float,
+    drafter: protocol.Drafter | None = None,
+    **options: Any,
 ) -> state.SequenceState:
-    """Inserts a request into a slot and prefills its prompt in the given chunks."""
-    sequences = steps.insert(sequences, jnp.int32(slot), make_request(slot, **options))
+    """Inserts a request into a slot and prefills its prompt in the given chunks.
+
+    The options are those of `state.make_request`.
+    """
+    request = make_request(config, slot, **options)
+    sequences = steps.insert(sequences, jnp.int32(slot), request)
     if chunks is None:
         chunks = [
             len(prompt[begin : begin + CHUNK_LENGTH])
@@ -118,6 +112,7 @@ def start(
             jnp.array([chunk], jnp.int32),
             jnp.array([size], jnp.int32),
             jnp.array([done == len(prompt)]),
+            drafter,
             config=config,
         )
     return sequences

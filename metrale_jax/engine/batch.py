@@ -11,13 +11,11 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from metrale_jax import config as config_lib
-from metrale_jax import picks, steps
 from metrale_jax import state as state_lib
+from metrale_jax import steps
 from metrale_jax import verdict as verdict_lib
-from metrale_jax.axes import Array
 from metrale_jax.engine import pages as pages_lib
 from metrale_jax.model import params as params_lib
 from pallas_kernels import dispatch
@@ -230,10 +228,17 @@ class _Batch:
         self._state = state_lib.init_state(config, decode, dtype=dtype)
         allocator = pages_lib.PageAllocator(decode.num_pages, decode.page_size)
         for slot, (request, limit) in enumerate(zip(sampling, limits, strict=True)):
-            pages = np.full(decode.pages_per_slot, decode.num_pages, np.int32)
-            owned = allocator.grow(slot, limit)
-            pages[: len(owned)] = owned
-            slot_request = _slot_request(pages, limit, request)
+            slot_request = state_lib.make_request(
+                config,
+                decode,
+                pages=allocator.grow(slot, limit),
+                length_limit=limit,
+                temperature=request.temperature,
+                top_k=request.top_k,
+                top_p=request.top_p,
+                min_p=request.min_p,
+                seed=request.seed,
+            )
             self._state = steps.insert(self._state, jnp.int32(slot), slot_request)
 
     def warm_up(self) -> float:
@@ -332,22 +337,3 @@ class _Batch:
 def _next_power_of_two(size: int) -> int:
     """The smallest power of two that is at least `size`; chunks are padded to it."""
     return 1 << (size - 1).bit_length()
-
-
-def _slot_request(
-    pages: np.ndarray, limit: int, request: SamplingParams
-) -> state_lib.SlotRequest:
-    def value(number: float | int, dtype: jax.typing.DTypeLike) -> Array:
-        return jnp.asarray(number, dtype)
-
-    return state_lib.SlotRequest(
-        pages=jnp.asarray(pages),
-        length_limit=value(limit, jnp.int32),
-        sampling=state_lib.Sampling(
-            temperature=value(request.temperature, jnp.float32),
-            top_k=value(request.top_k, jnp.int32),
-            top_p=value(request.top_p, jnp.float32),
-            min_p=value(request.min_p, jnp.float32),
-            request_key=picks.request_key(request.seed),
-        ),
-    )

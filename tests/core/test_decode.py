@@ -301,7 +301,7 @@ def test_inert_slots_of_a_prefill_write_nothing(target):
     params, config = target
     expected = models.start(params, config, models.make_state(config), 1, PROMPTS[0])
     batch = steps.insert(
-        models.make_state(config), jnp.int32(1), models.make_request(1)
+        models.make_state(config), jnp.int32(1), models.make_request(config, 1)
     )
     inert = batch.num_slots
     padding = [0] * (models.CHUNK_LENGTH - 7)
@@ -493,7 +493,7 @@ def test_slots_outside_of_the_state_are_inert(slot):
     params = models.make_params(config)
     batch = models.start(params, config, models.make_state(config), 2, PROMPTS[0])
     before = jax.tree.map(np.array, batch)
-    batch = steps.insert(batch, jnp.int32(slot), models.make_request(0))
+    batch = steps.insert(batch, jnp.int32(slot), models.make_request(config, 0))
     batch = steps.release(batch, jnp.int32(slot))
     batch, output = steps.prefill(
         params,
@@ -512,7 +512,7 @@ def test_slots_outside_of_the_state_are_inert(slot):
 def test_a_limit_beyond_the_pages_is_lowered_to_them(num_pages):
     config = models.DENSE
     params = models.make_params(config)
-    request = models.make_request(1, length_limit=10**6)
+    request = models.make_request(config, 1, length_limit=10**6)
     inert = models.NUM_SLOTS * models.MAX_LENGTH // models.PAGE_SIZE
     request = request.replace(pages=request.pages.at[num_pages:].set(inert))
     batch = steps.insert(models.make_state(config), jnp.int32(1), request)
@@ -545,7 +545,7 @@ def test_a_prompt_that_leaves_no_room_fails_its_slot_and_writes_nothing():
     config = models.DENSE
     params = models.make_params(config)
     batch = models.start(params, config, models.make_state(config), 2, PROMPTS[0])
-    request = models.make_request(1, length_limit=len(PROMPTS[0]))
+    request = models.make_request(config, 1, length_limit=len(PROMPTS[0]))
     batch = steps.insert(batch, jnp.int32(1), request)
     pages = [np.array(leaf) for leaf in jax.tree.leaves(batch.layers)]
     for _ in range(2):
@@ -561,7 +561,7 @@ def test_a_count_beyond_the_chunk_is_the_chunk():
     config = models.DENSE
     params = models.make_params(config)
     batch = steps.insert(
-        models.make_state(config), jnp.int32(1), models.make_request(1)
+        models.make_state(config), jnp.int32(1), models.make_request(config, 1)
     )
     batch = prefill_slot_1(params, config, batch, PROMPTS[0], num_tokens=99)
     assert int(batch.length[1]) == models.CHUNK_LENGTH

@@ -50,7 +50,7 @@ def new_state(config):
     decode = config_lib.for_slots(NUM_SLOTS, MAX_LENGTH, page_size=PAGE_SIZE)
     state = state_lib.init_state(config, decode, dtype=jnp.dtype(jnp.float32))
     for slot in range(NUM_SLOTS):
-        request = state_lib.greedy_request(decode, slot=slot)
+        request = state_lib.make_request(config, decode, slot=slot)
         state = steps.insert(state, jnp.int32(slot), request)
     return state
 

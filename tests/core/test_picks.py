@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import tiny_models as models
 from metrale_jax import picks
-from metrale_jax import state as state_lib
+from metrale_jax import sampling as sampling_lib
 
 # Chi-square over 8 cells, 7 degrees of freedom: exceeded once in a million runs.
 CHI_SQUARE_LIMIT = 40.5
@@ -19,12 +20,13 @@ def sampling(temperature, top_k=0, top_p=1.0, min_p=0.0, seeds=None):
     temperature = np.atleast_1d(temperature)
     batch = temperature.shape
     seeds = range(batch[0]) if seeds is None else seeds
-    return state_lib.Sampling(
+    one = sampling_lib.make_sampling(models.DENSE, models.DECODE)
+    return jax.tree.map(lambda leaf: jnp.stack([leaf] * batch[0]), one).replace(
         temperature=jnp.asarray(temperature, jnp.float32),
         top_k=jnp.full(batch, top_k, jnp.int32),
         top_p=jnp.full(batch, top_p, jnp.float32),
         min_p=jnp.full(batch, min_p, jnp.float32),
-        request_key=jnp.stack([picks.request_key(seed) for seed in seeds]),
+        request_key=jnp.stack([sampling_lib.request_key(seed) for seed in seeds]),
     )
 
 
@@ -137,13 +139,13 @@ def test_draws_depend_on_seed_and_position_alone():
 
 def test_seeds_are_64_bits():
     keys = [
-        tuple(np.asarray(picks.request_key(seed)).tolist())
+        tuple(np.asarray(sampling_lib.request_key(seed)).tolist())
         for seed in (0, 1, 2**31, 2**32, 2**32 + 1, 2**64 - 1)
     ]
     assert len(set(keys)) == len(keys)
     for seed in (-1, 2**64):
         with pytest.raises(ValueError, match="seed"):
-            picks.request_key(seed)
+            sampling_lib.request_key(seed)
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])

@@ -221,7 +221,7 @@ def test_padding_drafts_may_hold_anything(target):
         verdict = judge(padding)
         assert (verdict.num_accepted <= counts).all()
         assert int(verdict.bonus_token[0]) == int(expected.bonus_token[0])
-        assert verdict.is_finite.all()
+        assert verdict.judgement.is_finite.all()
 
 
 def test_one_trace_of_a_round():

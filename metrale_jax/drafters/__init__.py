@@ -1,0 +1,1 @@
+"""Drafters: five ways to guess the next tokens, behind one protocol."""
