@@ -28,35 +28,61 @@ def attention_rows(
     Each head's output is multiplied by the sigmoid of its gate before the output
     projection. Returns the output and the rows' own keys and values.
     """
-    attention = config.attention
-    head_dim = attention.head_dim
-    batch_rows = x.shape[:2]
-    # Per head, D rows of query are followed by D rows of gate.
-    queries_and_gates = linear_lib.linear(x, params.q_proj).reshape(
-        *batch_rows, attention.num_heads, 2 * head_dim
-    )
-    queries = queries_and_gates[..., :head_dim]
-    gates = queries_and_gates[..., head_dim:]
-    kv_heads = (*batch_rows, attention.num_kv_heads, head_dim)
-    keys = linear_lib.linear(x, params.k_proj).reshape(kv_heads)
-    values = linear_lib.linear(x, params.v_proj).reshape(kv_heads)
-
-    queries = norm.zero_centred_rms_norm(queries, params.q_norm, config.rms_norm_eps)
-    keys = norm.zero_centred_rms_norm(keys, params.k_norm, config.rms_norm_eps)
-    queries = rope.rotate(queries, *rotation)
-    keys = rope.rotate(keys, *rotation)
-
+    queries, gates = queries_and_gates(params, x, rotation, config=config)
+    rows = keys_and_values(params, x, rotation, config=config)
     outputs = verify_attention.verify_attention(
         queries,
-        keys,
-        values,
+        rows.keys,
+        rows.values,
         cache.keys,
         cache.values,
         page_table,
         length,
-        scale=head_dim**-0.5,
+        scale=config.attention.head_dim**-0.5,
         implementation=implementation,
     )
-    gated = (outputs * jax.nn.sigmoid(gates)).reshape(*batch_rows, -1)
-    output = linear_lib.linear(gated, params.o_proj)
-    return output, verdict_lib.KVRows(keys=keys, values=values)
+    return project_outputs(params, outputs, gates), rows
+
+
+def queries_and_gates(
+    params: params_lib.AttentionParams,
+    x: Float[Array, "B K M"],
+    rotation: tuple[Float32[Array, "B K half"], Float32[Array, "B K half"]],
+    *,
+    config: config_lib.ModelConfig,
+) -> tuple[Float[Array, "B K H D"], Float[Array, "B K H D"]]:
+    """Returns the rows' queries, normed and rotated, and the gates of their heads."""
+    head_dim = config.attention.head_dim
+    # Per head, D rows of query are followed by D rows of gate.
+    both = linear_lib.linear(x, params.q_proj).reshape(
+        *x.shape[:2], config.attention.num_heads, 2 * head_dim
+    )
+    queries, gates = both[..., :head_dim], both[..., head_dim:]
+    queries = norm.zero_centred_rms_norm(queries, params.q_norm, config.rms_norm_eps)
+    return rope.rotate(queries, *rotation), gates
+
+
+def keys_and_values(
+    params: params_lib.AttentionParams,
+    x: Float[Array, "B K M"],
+    rotation: tuple[Float32[Array, "B K half"], Float32[Array, "B K half"]],
+    *,
+    config: config_lib.ModelConfig,
+) -> verdict_lib.KVRows:
+    """Returns the rows' keys, normed and rotated, and their values."""
+    attention = config.attention
+    kv_heads = (*x.shape[:2], attention.num_kv_heads, attention.head_dim)
+    keys = linear_lib.linear(x, params.k_proj).reshape(kv_heads)
+    values = linear_lib.linear(x, params.v_proj).reshape(kv_heads)
+    keys = norm.zero_centred_rms_norm(keys, params.k_norm, config.rms_norm_eps)
+    return verdict_lib.KVRows(keys=rope.rotate(keys, *rotation), values=values)
+
+
+def project_outputs(
+    params: params_lib.AttentionParams,
+    outputs: Float[Array, "B K H D"],
+    gates: Float[Array, "B K H D"],
+) -> Float[Array, "B K M"]:
+    """Gates what the heads give, and projects it back to the model's width."""
+    gated = (outputs * jax.nn.sigmoid(gates)).reshape(*outputs.shape[:2], -1)
+    return linear_lib.linear(gated, params.o_proj)
