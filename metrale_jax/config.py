@@ -309,7 +309,7 @@ def parse_model_config(
     text = raw.get("text_config", raw)
     if not isinstance(text, Mapping):
         raise ValueError(f"`text_config` must be an object, got {type(text).__name__}.")
-    reader = _Reader(text, outer=raw)
+    reader = ConfigReader(text, outer=raw)
     _refuse_unsupported(reader)
     model_type = raw["model_type"]
     layers = _read_layers(reader)
@@ -335,7 +335,7 @@ def parse_model_config(
     )
 
 
-class _Reader:
+class ConfigReader:
     """Typed access to one JSON object, with the enclosing object as second choice."""
 
     def __init__(self, values: Mapping[str, Any], outer: Mapping[str, Any]) -> None:
@@ -377,7 +377,7 @@ class _Reader:
         return self._typed(key, default, (str,), "a string")
 
 
-def _refuse_unsupported(reader: _Reader) -> None:
+def _refuse_unsupported(reader: ConfigReader) -> None:
     requirements = {
         "hidden_act": ("silu", "silu"),
         "attention_bias": (False, False),
@@ -393,7 +393,7 @@ def _refuse_unsupported(reader: _Reader) -> None:
             )
 
 
-def _read_layers(reader: _Reader) -> tuple[LayerKind, ...]:
+def _read_layers(reader: ConfigReader) -> tuple[LayerKind, ...]:
     num_layers = reader.integer("num_hidden_layers")
     if not 0 < num_layers <= _MAX_LAYERS:
         raise ValueError(
@@ -420,7 +420,7 @@ def _read_layers(reader: _Reader) -> tuple[LayerKind, ...]:
     )
 
 
-def _read_attention(reader: _Reader) -> AttentionConfig:
+def _read_attention(reader: ConfigReader) -> AttentionConfig:
     head_dim = reader.integer("head_dim", 256)
     theta, partial_rotary_factor = _read_rope(reader)
     if not 0 < partial_rotary_factor <= 1:
@@ -436,7 +436,7 @@ def _read_attention(reader: _Reader) -> AttentionConfig:
     )
 
 
-def _read_rope(reader: _Reader) -> tuple[float, float]:
+def _read_rope(reader: ConfigReader) -> tuple[float, float]:
     """Returns (theta, partial_rotary_factor) from whichever spelling the file uses."""
     top_theta = reader.number("rope_theta", _DEFAULT_ROPE_THETA)
     top_factor = reader.number("partial_rotary_factor", _DEFAULT_PARTIAL_ROTARY_FACTOR)
@@ -446,7 +446,7 @@ def _read_rope(reader: _Reader) -> tuple[float, float]:
             continue
         if not isinstance(rope, Mapping):
             raise ValueError(f"`{key}` must be an object, got {rope!r}.")
-        nested = _Reader(rope, outer={})
+        nested = ConfigReader(rope, outer={})
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in ("default", "mrope"):
             raise NotImplementedError(
@@ -457,7 +457,7 @@ def _read_rope(reader: _Reader) -> tuple[float, float]:
     return top_theta, top_factor
 
 
-def _read_delta_net(reader: _Reader) -> DeltaNetConfig:
+def _read_delta_net(reader: ConfigReader) -> DeltaNetConfig:
     gate = reader.string("output_gate_type", "swish")
     if gate not in _OUTPUT_GATES:
         raise NotImplementedError(
@@ -474,7 +474,7 @@ def _read_delta_net(reader: _Reader) -> DeltaNetConfig:
     )
 
 
-def _read_moe(reader: _Reader, model_type: str) -> MoEConfig | None:
+def _read_moe(reader: ConfigReader, model_type: str) -> MoEConfig | None:
     if model_type not in _MOE_MODEL_TYPES or reader.integer("num_experts") == 0:
         return None
     # Only Qwen3-Next has the switch; its successors always renormalise.
@@ -488,7 +488,7 @@ def _read_moe(reader: _Reader, model_type: str) -> MoEConfig | None:
     )
 
 
-def _read_moe_layers(reader: _Reader, num_layers: int) -> tuple[int, ...]:
+def _read_moe_layers(reader: ConfigReader, num_layers: int) -> tuple[int, ...]:
     step = reader.integer("decoder_sparse_step", 1)
     dense = reader.get("mlp_only_layers") or []
     if not isinstance(dense, list):
@@ -502,14 +502,16 @@ def _read_moe_layers(reader: _Reader, num_layers: int) -> tuple[int, ...]:
     )
 
 
-def _read_mtp_layers(reader: _Reader, model_type: str) -> int:
+def _read_mtp_layers(reader: ConfigReader, model_type: str) -> int:
     # Qwen3-Next is published with a head and without a field that says so.
     default = 1 if model_type == "qwen3_next" else 0
     alias = reader.integer("num_nextn_predict_layers", default)
     return reader.integer("mtp_num_hidden_layers", alias)
 
 
-def _read_end_tokens(reader: _Reader, generation: Mapping[str, Any]) -> tuple[int, ...]:
+def _read_end_tokens(
+    reader: ConfigReader, generation: Mapping[str, Any]
+) -> tuple[int, ...]:
     tokens: dict[int, None] = {}
     for source in (generation.get("eos_token_id"), reader.get("eos_token_id")):
         for token in source if isinstance(source, list) else [source]:

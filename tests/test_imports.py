@@ -20,8 +20,16 @@ ROOT = pathlib.Path(__file__).parent.parent
 # From bottom to top. A module or package imports from the rows below its own and from
 # its neighbours in the row, never in a circle. The most specific name counts.
 LAYERS = (
-    ("axes", "config", "indices"),
-    ("model.params", "sampling", "proposal", "statistics", "state", "verdict"),
+    ("axes", "config", "indices", "drafters.dflash_config"),
+    (
+        "model.params",
+        "sampling",
+        "proposal",
+        "statistics",
+        "state",
+        "verdict",
+        "drafters.dflash_params",
+    ),
     ("model", "drafters.protocol", "drafters.confidence"),
     ("logit_rules", "picks", "accept", "chunk", "verify", "fold"),
     ("drafters", "drafting"),
@@ -32,7 +40,13 @@ LAYERS = (
 # Packages beside the layers: all that each may import of the package besides itself.
 # Of the layers, only the top row may import them.
 SIDE_PACKAGES = {
-    "checkpoint": ("axes", "config", "model.params"),
+    "checkpoint": (
+        "axes",
+        "config",
+        "model.params",
+        "drafters.dflash_config",
+        "drafters.dflash_params",
+    ),
     "text": (),
 }
 
