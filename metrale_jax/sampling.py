@@ -212,7 +212,9 @@ def pack_mask(allowed: np.ndarray) -> np.ndarray:
     """
     missing = -allowed.shape[-1] % BITS_PER_WORD
     widths = [(0, 0)] * (allowed.ndim - 1) + [(0, missing)]
-    packed = np.packbits(np.pad(allowed, widths, constant_values=True), axis=-1, bitorder="little")
+    packed = np.packbits(
+        np.pad(allowed, widths, constant_values=True), axis=-1, bitorder="little"
+    )
     return packed.view("<u4").astype(np.uint32)
 
 

@@ -275,7 +275,8 @@ def _step_program(
             implementation=options.implementation,
         )
         # As if all had been right: the most that a round can have to commit.
-        verdict = verdict.replace(num_accepted=num_drafts)
+        judgement = verdict.judgement.replace(num_accepted=num_drafts)
+        verdict = verdict.replace(judgement=judgement)
         state, emission = fold.apply_verdict(state, verdict, config=config)
         # Back to where it was, so that every pass does the same work.
         return state.replace(length=jnp.full(num_slots, length, jnp.int32)), emission

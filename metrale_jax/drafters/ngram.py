@@ -1,0 +1,115 @@
+"""The n-gram drafter: what followed the longest earlier match of the text's end."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import jax.typing
+from flax import struct
+
+from metrale_jax import config as config_lib
+from metrale_jax import proposal as proposal_lib
+from metrale_jax import state as state_lib
+from metrale_jax.drafters import protocol, suffix
+from metrale_jax.model import params as params_lib
+from pallas_kernels import dispatch
+
+MAX_NUM_DRAFTS = 15
+
+
+@struct.dataclass
+class NGramDrafter:
+    """Proposes the tokens after the longest match; the earliest of equal matches.
+
+    The text that is searched is prompt and output, `last_token` included. Keeps no
+    state of its own.
+
+    Attributes:
+      num_drafts: J, 1..15.
+      min_match: tokens that must match, at least 1.
+      max_match: longer matches count as this long.
+    """
+
+    num_drafts: int = struct.field(pytree_node=False, default=3)
+    min_match: int = struct.field(pytree_node=False, default=2)
+    max_match: int = struct.field(pytree_node=False, default=16)
+
+    def __post_init__(self) -> None:
+        check_num_drafts(self.num_drafts)
+        if not 1 <= self.min_match <= self.max_match:
+            raise ValueError(
+                "`min_match` must be in 1..max_match "
+                f"({self.max_match}), got {self.min_match}."
+            )
+
+    @property
+    def max_drafts(self) -> int:
+        return self.num_drafts
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return ()
+
+    def describe_state(
+        self,
+        config: config_lib.ModelConfig,
+        decode: config_lib.DecodeConfig,
+        *,
+        dtype: jax.typing.DTypeLike,
+    ) -> Any:
+        return None
+
+    def describe_probs(
+        self, config: config_lib.ModelConfig, decode: config_lib.DecodeConfig
+    ) -> Any:
+        return None, None
+
+    def prefill(
+        self,
+        params: params_lib.ModelParams,
+        state: state_lib.SequenceState,
+        chunk: protocol.CommittedChunk,
+        *,
+        config: config_lib.ModelConfig,
+        implementation: dispatch.Implementation | None,
+    ) -> Any:
+        return None
+
+    def commit(
+        self,
+        params: params_lib.ModelParams,
+        state: state_lib.SequenceState,
+        rows: protocol.CommittedRows,
+        *,
+        config: config_lib.ModelConfig,
+        implementation: dispatch.Implementation | None,
+    ) -> Any:
+        return None
+
+    def propose(
+        self,
+        params: params_lib.ModelParams,
+        state: state_lib.SequenceState,
+        *,
+        config: config_lib.ModelConfig,
+        implementation: dispatch.Implementation | None,
+    ) -> proposal_lib.Proposal:
+        num_tokens = state.length + 1
+        match = suffix.match_lengths(state.tokens, num_tokens, self.max_match)
+        match_end = jnp.argmax(match, axis=1).astype(jnp.int32)
+        is_found = jnp.max(match, axis=1) >= self.min_match
+        drafts = suffix.continuation(
+            state.tokens, num_tokens, match_end, self.num_drafts
+        )
+        return proposal_lib.Proposal(
+            drafts=drafts,
+            num_drafts=jnp.where(is_found, self.num_drafts, 0),
+            log_probs=jnp.zeros(drafts.shape, jnp.float32),
+        )
+
+
+def check_num_drafts(num_drafts: int) -> None:
+    """Raises ValueError unless the number is one that drafters offer."""
+    if not 1 <= num_drafts <= MAX_NUM_DRAFTS:
+        raise ValueError(
+            f"`num_drafts` must be in 1..{MAX_NUM_DRAFTS}, got {num_drafts}."
+        )

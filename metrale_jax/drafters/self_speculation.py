@@ -1,0 +1,185 @@
+"""Self-speculation: the target itself, with layers left out, drafts for the target.
+
+The idea is https://arxiv.org/abs/2309.08168. The layers that stay read the target's own
+caches; nothing is stored, so there is no second cache and no copy of a recurrent state
+to roll back: draft j + 1 comes from a forward over `last_token` and the j drafts before
+it, from the committed state. Rows beside the first cost little where reading weights is
+what takes the time.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import jax.typing
+from flax import struct
+
+from metrale_jax import config as config_lib
+from metrale_jax import picks
+from metrale_jax import proposal as proposal_lib
+from metrale_jax import state as state_lib
+from metrale_jax.axes import Array
+from metrale_jax.drafters import protocol
+from metrale_jax.drafters.ngram import check_num_drafts
+from metrale_jax.model import params as params_lib
+from metrale_jax.model import transformer
+from pallas_kernels import dispatch
+
+
+@struct.dataclass
+class SelfSpeculationDrafter:
+    """Drafts with some of the target's own layers; keeps no state.
+
+    Attributes:
+      layers: indices of the layers that stay, ascending; at least one.
+      num_drafts: J, 1..15.
+      draft_sampling: "greedy" takes each draft's argmax; "sampled" draws it as the
+        slot's tokens are drawn, and hands on the distribution.
+    """
+
+    layers: tuple[int, ...] = struct.field(pytree_node=False)
+    num_drafts: int = struct.field(pytree_node=False, default=3)
+    draft_sampling: Literal["greedy", "sampled"] = struct.field(
+        pytree_node=False, default="greedy"
+    )
+
+    def __post_init__(self) -> None:
+        check_num_drafts(self.num_drafts)
+        if not self.layers or list(self.layers) != sorted(set(self.layers)):
+            raise ValueError(
+                "`layers` must name layers of the target in ascending order, got "
+                f"{self.layers}."
+            )
+
+    @property
+    def max_drafts(self) -> int:
+        return self.num_drafts
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return ()
+
+    def describe_state(
+        self,
+        config: config_lib.ModelConfig,
+        decode: config_lib.DecodeConfig,
+        *,
+        dtype: jax.typing.DTypeLike,
+    ) -> Any:
+        self._check_layers(config)
+        return None
+
+    def describe_probs(
+        self, config: config_lib.ModelConfig, decode: config_lib.DecodeConfig
+    ) -> Any:
+        if self.draft_sampling == "greedy":
+            return None, None
+        shape = (decode.num_slots, decode.max_drafts, config.vocab_size)
+        probs: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
+        return proposal_lib.DenseProbs(probs), None
+
+    def prefill(
+        self,
+        params: params_lib.ModelParams,
+        state: state_lib.SequenceState,
+        chunk: protocol.CommittedChunk,
+        *,
+        config: config_lib.ModelConfig,
+        implementation: dispatch.Implementation | None,
+    ) -> Any:
+        return None
+
+    def commit(
+        self,
+        params: params_lib.ModelParams,
+        state: state_lib.SequenceState,
+        rows: protocol.CommittedRows,
+        *,
+        config: config_lib.ModelConfig,
+        implementation: dispatch.Implementation | None,
+    ) -> Any:
+        return None
+
+    def propose(
+        self,
+        params: params_lib.ModelParams,
+        state: state_lib.SequenceState,
+        *,
+        config: config_lib.ModelConfig,
+        implementation: dispatch.Implementation | None,
+    ) -> proposal_lib.Proposal:
+        self._check_layers(config)
+        thin_params = dataclasses.replace(
+            params, layers=tuple(params.layers[index] for index in self.layers)
+        )
+        thin_state = dataclasses.replace(
+            state, layers=tuple(state.layers[index] for index in self.layers)
+        )
+        thin_config = self._thin_config(config)
+        start = state.length + 1
+        num_slots, num_drafts = state.num_slots, self.num_drafts
+
+        def add_draft(rows: Array, column: Array) -> tuple[Array, tuple]:
+            """Drafts from row `column`; later rows hold padding, which it can't see."""
+            output = transformer.verify_rows(
+                thin_params,
+                thin_state,
+                rows,
+                config=thin_config,
+                implementation=implementation,
+            )
+            hidden = jnp.take_along_axis(
+                output.hidden, jnp.full((num_slots, 1, 1), column), axis=1
+            )
+            logits = transformer.project_logits(params, hidden)
+            if self.draft_sampling == "greedy":
+                draft, probs = jnp.argmax(logits, axis=-1).astype(jnp.int32), None
+            else:
+                draft, probs = picks.draw_drafts(
+                    logits, start, state.sampling, first_column=column
+                )
+                probs = probs[:, 0]
+            log_probs = jax.nn.log_softmax(logits, axis=-1)
+            log_prob = jnp.take_along_axis(log_probs, draft[..., None], axis=-1)
+            # The last draft has no row of its own: its write is dropped.
+            rows = rows.at[:, column + 1].set(draft[:, 0], mode="drop")
+            return rows, (draft[:, 0], log_prob[:, 0, 0], probs)
+
+        rows = jnp.pad(state.last_token[:, None], ((0, 0), (0, num_drafts - 1)))
+        _, (drafts, log_probs, probs) = jax.lax.scan(
+            add_draft, rows, jnp.arange(num_drafts, dtype=jnp.int32)
+        )
+        if probs is not None:
+            probs = proposal_lib.DenseProbs(jnp.swapaxes(probs, 0, 1))
+        return proposal_lib.Proposal(
+            drafts=drafts.T,
+            num_drafts=jnp.full(num_slots, num_drafts, jnp.int32),
+            log_probs=log_probs.T,
+            probs=probs,
+        )
+
+    def _check_layers(self, config: config_lib.ModelConfig) -> None:
+        if self.layers[0] < 0 or self.layers[-1] >= config.num_layers:
+            raise ValueError(
+                f"`layers` must be in 0..{config.num_layers - 1}, the target's, got "
+                f"{self.layers}."
+            )
+
+    def _thin_config(self, config: config_lib.ModelConfig) -> config_lib.ModelConfig:
+        return dataclasses.replace(
+            config,
+            layers=tuple(config.layers[index] for index in self.layers),
+            moe_layers=tuple(
+                place
+                for place, index in enumerate(self.layers)
+                if index in config.moe_layers
+            ),
+        )
+
+
+def attention_layers(config: config_lib.ModelConfig) -> tuple[int, ...]:
+    """The target without its recurrent layers: a usual choice of what stays."""
+    return tuple(
+        index for index, kind in enumerate(config.layers) if kind == "full_attention"
+    )

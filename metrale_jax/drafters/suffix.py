@@ -1,0 +1,47 @@
+"""Search for the end of a text earlier in the same text, batched, on the device."""
+
+import jax
+import jax.numpy as jnp
+
+from metrale_jax.axes import Array, Int32
+
+
+def match_lengths(
+    tokens: Int32[Array, "B S"], num_tokens: Int32[Array, " B"], max_match: int
+) -> Int32[Array, "B S"]:
+    """Returns how many tokens up to each position equal the text's last tokens.
+
+    match[b, i] is the largest n <= max_match with tokens[i - n + 1 .. i] equal to the
+    last n of the first `num_tokens` tokens; 0 at the text's end itself and beyond, so
+    that every match has a token after it.
+    """
+    position = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+    last = num_tokens[:, None] - 1
+    equal = position < last
+    length = jnp.zeros(tokens.shape, jnp.int32)
+    for back in range(max_match):
+        ending = jnp.take_along_axis(tokens, jnp.maximum(last - back, 0), axis=1)
+        earlier = jnp.pad(tokens, ((0, 0), (back, 0)))[:, : tokens.shape[1]]
+        equal &= (earlier == ending) & (position >= back) & (last >= back)
+        length += equal
+    return length
+
+
+def continuation(
+    tokens: Int32[Array, "B S"],
+    num_tokens: Int32[Array, " B"],
+    match_end: Int32[Array, " B"],
+    num_drafts: int,
+) -> Int32[Array, "B J"]:
+    """Returns the tokens after position `match_end`, going round from the text's end.
+
+    Where fewer than J tokens follow, the text repeats itself with the period from the
+    match to the end, and so does what is returned.
+    """
+    period = jnp.maximum(num_tokens - 1 - match_end, 1)[:, None]
+    step = jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
+    index = match_end[:, None] + 1 + step % period
+    with jax.named_scope("continuation"):
+        return jnp.take_along_axis(
+            tokens, jnp.clip(index, 0, tokens.shape[1] - 1), axis=1
+        )

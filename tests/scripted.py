@@ -1,0 +1,71 @@
+"""A drafter whose drafts are a script: for tests of what any drafter must not change."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from metrale_jax import proposal
+from metrale_jax.axes import Array
+
+
+@struct.dataclass
+class ScriptedDrafter:
+    """Offers `offered` drafts per round and slot, of which `right` are right.
+
+    The scripts are used round after round, and start again at their end. It counts the
+    rounds of each slot in its state, and checks there that what `commit` is told fits
+    what the target emitted.
+
+    Attributes:
+      texts: i32[B, S], the tokens that plain decoding gives each slot, by position.
+      offered: i32[B, rounds].
+      right: i32[B, rounds].
+      vocab_size: V; wrong drafts are right ones plus one, modulo V.
+      num_drafts: J.
+    """
+
+    texts: Array
+    offered: Array
+    right: Array
+    vocab_size: int = struct.field(pytree_node=False)
+    num_drafts: int = struct.field(pytree_node=False)
+
+    @property
+    def max_drafts(self) -> int:
+        return self.num_drafts
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return ()
+
+    def describe_state(self, config, decode, *, dtype) -> Any:
+        return jax.ShapeDtypeStruct((decode.num_slots,), jnp.int32)
+
+    def describe_probs(self, config, decode) -> Any:
+        return None, None
+
+    def prefill(self, params, state, chunk, *, config, implementation) -> Any:
+        return state.drafter
+
+    def commit(self, params, state, rows, *, config, implementation) -> Any:
+        return state.drafter + (rows.count > 0)
+
+    def propose(
+        self, params, state, *, config, implementation
+    ) -> proposal.Proposal:
+        round_index = (state.drafter % self.offered.shape[1])[:, None]
+        offered = jnp.take_along_axis(self.offered, round_index, axis=1)
+        right = jnp.take_along_axis(self.right, round_index, axis=1)
+        column = jnp.arange(self.num_drafts, dtype=jnp.int32)[None, :]
+        position = jnp.minimum(
+            state.length[:, None] + 1 + column, self.texts.shape[1] - 1
+        )
+        drafts = jnp.take_along_axis(self.texts, position, axis=1)
+        wrong = (drafts + 1) % self.vocab_size
+        return proposal.Proposal(
+            drafts=jnp.where(column < right, drafts, wrong),
+            num_drafts=offered[:, 0],
+            log_probs=jnp.zeros(drafts.shape, jnp.float32),
+        )
