@@ -52,6 +52,12 @@ def apply_verdict(
     per_slot = (judgement.num_accepted, judgement.bonus_token, judgement.is_finite)
     # A verdict of another state fails here, while tracing.
     chex.assert_shape(per_slot, (state.num_slots,))
+    num_drafts = judgement.drafts.shape[1]
+    if num_drafts > state.max_drafts:
+        raise ValueError(
+            f"`verdict` has {num_drafts + 1} rows, but `state` has room for "
+            f"{state.max_drafts + 1}; make it with `max_drafts` {num_drafts} or more."
+        )
     emitted = verify_lib.emitted_tokens(
         judgement.drafts, judgement.num_accepted, judgement.bonus_token
     )
@@ -268,17 +274,8 @@ def _commit_layer(
 def _fit_pending(
     pending: gated_delta.Records, records: gated_delta.Records
 ) -> gated_delta.Records:
-    """Pads the records of K rows to the state's capacity.
-
-    Raises:
-      ValueError: more rows than the state has room for.
-    """
+    """Pads the records of K rows to the state's capacity."""
     capacity, num_rows = pending.keys.shape[1], records.keys.shape[1]
-    if num_rows > capacity:
-        raise ValueError(
-            f"`verdict` has {num_rows} rows, but the state keeps {capacity} pending "
-            f"rows; make it with `max_drafts` {num_rows - 1} or more."
-        )
 
     def pad(array: Array) -> Array:
         widths = [(0, 0)] * array.ndim

@@ -52,9 +52,7 @@ class ScriptedDrafter:
     def commit(self, params, state, rows, *, config, implementation) -> Any:
         return state.drafter + (rows.count > 0)
 
-    def propose(
-        self, params, state, *, config, implementation
-    ) -> proposal.Proposal:
+    def propose(self, params, state, *, config, implementation) -> proposal.Proposal:
         round_index = (state.drafter % self.offered.shape[1])[:, None]
         offered = jnp.take_along_axis(self.offered, round_index, axis=1)
         right = jnp.take_along_axis(self.right, round_index, axis=1)

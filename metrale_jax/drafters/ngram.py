@@ -13,8 +13,6 @@ from metrale_jax.drafters import protocol, suffix
 from metrale_jax.model import params as params_lib
 from pallas_kernels import dispatch
 
-MAX_NUM_DRAFTS = 15
-
 
 @struct.dataclass
 class NGramDrafter:
@@ -34,7 +32,7 @@ class NGramDrafter:
     max_match: int = struct.field(pytree_node=False, default=16)
 
     def __post_init__(self) -> None:
-        check_num_drafts(self.num_drafts)
+        protocol.check_num_drafts(self.num_drafts)
         if not 1 <= self.min_match <= self.max_match:
             raise ValueError(
                 "`min_match` must be in 1..max_match "
@@ -104,12 +102,4 @@ class NGramDrafter:
             drafts=drafts,
             num_drafts=jnp.where(is_found, self.num_drafts, 0),
             log_probs=jnp.zeros(drafts.shape, jnp.float32),
-        )
-
-
-def check_num_drafts(num_drafts: int) -> None:
-    """Raises ValueError unless the number is one that drafters offer."""
-    if not 1 <= num_drafts <= MAX_NUM_DRAFTS:
-        raise ValueError(
-            f"`num_drafts` must be in 1..{MAX_NUM_DRAFTS}, got {num_drafts}."
         )

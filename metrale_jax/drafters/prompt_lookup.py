@@ -12,7 +12,6 @@ from metrale_jax import proposal as proposal_lib
 from metrale_jax import state as state_lib
 from metrale_jax.axes import Array
 from metrale_jax.drafters import protocol, suffix
-from metrale_jax.drafters.ngram import check_num_drafts
 from metrale_jax.model import params as params_lib
 from pallas_kernels import dispatch
 
@@ -55,7 +54,7 @@ class PromptLookupDrafter:
     max_pause: int = struct.field(pytree_node=False, default=16)
 
     def __post_init__(self) -> None:
-        check_num_drafts(self.num_drafts)
+        protocol.check_num_drafts(self.num_drafts)
         if self.min_match < 1:
             raise ValueError(f"`min_match` must be positive, got {self.min_match}.")
         if self.max_pause < 0:

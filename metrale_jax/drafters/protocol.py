@@ -24,6 +24,18 @@ from metrale_jax.model import params as params_lib
 from pallas_kernels import dispatch
 
 
+# J of every drafter: a verify has at most 16 rows.
+MAX_NUM_DRAFTS = 15
+
+
+def check_num_drafts(num_drafts: int) -> None:
+    """Raises ValueError unless the number is one that drafters offer."""
+    if not 1 <= num_drafts <= MAX_NUM_DRAFTS:
+        raise ValueError(
+            f"`num_drafts` must be in 1..{MAX_NUM_DRAFTS}, got {num_drafts}."
+        )
+
+
 @struct.dataclass
 class CommittedRows:
     """Rows that a round has just committed: the first `count` of K per slot.

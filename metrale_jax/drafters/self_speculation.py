@@ -21,7 +21,6 @@ from metrale_jax import proposal as proposal_lib
 from metrale_jax import state as state_lib
 from metrale_jax.axes import Array
 from metrale_jax.drafters import protocol
-from metrale_jax.drafters.ngram import check_num_drafts
 from metrale_jax.model import params as params_lib
 from metrale_jax.model import transformer
 from pallas_kernels import dispatch
@@ -45,7 +44,7 @@ class SelfSpeculationDrafter:
     )
 
     def __post_init__(self) -> None:
-        check_num_drafts(self.num_drafts)
+        protocol.check_num_drafts(self.num_drafts)
         if not self.layers or list(self.layers) != sorted(set(self.layers)):
             raise ValueError(
                 "`layers` must name layers of the target in ascending order, got "
