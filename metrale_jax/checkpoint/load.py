@@ -72,7 +72,7 @@ def load_params(
         if match.tied_head is not None:
             tied = stored[match.embedding], stored[match.tied_head]
             reading.require_equal(reader, *tied)
-        place = _Placer(reader, leaves, placements, progress)
+        place = Placer(reader, leaves, placements, progress)
         arrays = [
             place(form, spec, sharding, name.lstrip("."))
             for form, spec, sharding, name in zip(
@@ -100,7 +100,7 @@ def _flatten_shardings(
     return leaves
 
 
-class _Placer:
+class Placer:
     """Reads parameters and puts them on their devices, reporting bytes as it goes."""
 
     def __init__(

@@ -87,7 +87,7 @@ def match(
     """
     prefix = _find_prefix(stored)
     known = layout.describe_layout(config, specs, prefix)
-    account = _Account(stored)
+    account = Account(stored)
     forms = jax.tree.map(account.choose, known)
     tied_head = prefix.head if specs.lm_head is None else None
     account.skip(lambda name: name == tied_head)
@@ -144,7 +144,7 @@ def _find_prefix(stored: Mapping[str, headers.StoredTensor]) -> layout.Prefix:
     return best
 
 
-class _Account:
+class Account:
     """Books each stored tensor as used, skipped or unknown, and each expected one."""
 
     def __init__(self, stored: Mapping[str, headers.StoredTensor]) -> None:

@@ -28,6 +28,9 @@ _DTYPES = {
     "BF16": jnp.dtype(jnp.bfloat16),
     "F16": np.dtype(np.float16),
     matching.FP8_DTYPE: np.dtype(np.uint8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+    "BOOL": np.dtype(np.bool_),
 }
 # The value of each float8_e4m3fn byte.
 _FP8_VALUES = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)

@@ -21,6 +21,7 @@ from metrale_jax.model import params as params_lib
 from metrale_jax.model.params import ModelParams
 
 _DTYPE_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_STORED_CODES = _DTYPE_CODES | {"int64": "I64"}
 _SINGLE_NAME = "model.safetensors"
 _SHARD_NAME = "model-{number:05d}-of-{count:05d}.safetensors"
 _LENGTH_BYTES = 8
@@ -29,7 +30,7 @@ _MAX_HOST_COPIES = 2
 
 
 @dataclasses.dataclass
-class _Tensor:
+class Tensor:
     """A tensor to write: its shape, and the boxes of parameters that fill it."""
 
     name: str
@@ -83,21 +84,39 @@ def save_checkpoint(
     raw = _describe_truthfully(config_json, params, config, dtype)
     generation = _generation_json(generation_json, config)
     tensors = _tensors(params, config, is_nested="text_config" in raw)
+    documents = {configs.GENERATION_NAME: generation, configs.CONFIG_NAME: raw}
+    write_folder(
+        path, tensors, documents, max_shard_bytes=max_shard_bytes, overwrite=overwrite
+    )
+
+
+def write_folder(
+    folder: pathlib.Path,
+    tensors: list[Tensor],
+    documents: Mapping[str, Mapping[str, Any]],
+    *,
+    max_shard_bytes: int,
+    overwrite: bool,
+) -> None:
+    """Writes tensors and JSON documents, of which config.json comes last.
+
+    How a folder is replaced, and the errors, are as for `save_checkpoint`.
+    """
     shards = _split(tensors, max_shard_bytes)
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        _check_free(path, overwrite=overwrite)
-        staging = pathlib.Path(tempfile.mkdtemp(prefix=".saving-", dir=path))
+        folder.mkdir(parents=True, exist_ok=True)
+        _check_free(folder, overwrite=overwrite)
+        staging = pathlib.Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))
         try:
             _write_weights(staging, shards)
-            _write_json(staging / configs.GENERATION_NAME, generation)
-            _write_json(staging / configs.CONFIG_NAME, raw)
-            _move_into_place(staging, path)
+            for name, document in documents.items():
+                _write_json(staging / name, document)
+            _move_into_place(staging, folder)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
     except OSError as error:
         raise errors.CheckpointError(
-            f"cannot be written: {error.strerror}", file=error.filename or path
+            f"cannot be written: {error.strerror}", file=error.filename or folder
         ) from error
 
 
@@ -114,6 +133,16 @@ def _check_params(
     specs = params_lib.describe_params(
         config, dtype=dtype, with_mtp=params.mtp is not None
     )
+    check_leaves(params, specs)
+    return dtype
+
+
+def check_leaves(params: Any, specs: Any) -> None:
+    """Requires that parameters are what their description says, and all at hand.
+
+    Raises:
+      ValueError: names the parameter.
+    """
     if jax.tree.structure(specs) != jax.tree.structure(params):
         raise ValueError(
             "`params` must have the structure that `config` describes, got "
@@ -134,7 +163,6 @@ def _check_params(
                 f"{name} must be addressable from this process to be saved; gather it "
                 "first, for instance with `process_allgather`."
             )
-    return dtype
 
 
 def _describe_truthfully(
@@ -182,7 +210,7 @@ def _generation_json(
 
 def _tensors(
     params: ModelParams[Array], config: config_lib.ModelConfig, *, is_nested: bool
-) -> list[_Tensor]:
+) -> list[Tensor]:
     """Returns the tensors to write, in the parameters' order."""
     prefix = layout.NESTED_PREFIX if is_nested else layout.FLAT_PREFIX
     dtype = np.dtype(params.embedding.dtype)
@@ -190,23 +218,23 @@ def _tensors(
         config, dtype=dtype, with_mtp=params.mtp is not None
     )
     forms = jax.tree.leaves(layout.describe_layout(config, specs, prefix))
-    tensors: dict[str, _Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for leaf, known in zip(jax.tree.leaves(params), forms, strict=True):
         form = known.published
         shapes = form.tensors()
         for piece in form.pieces():
             name = piece.tensor
             if name not in tensors:
-                tensors[name] = _Tensor(name, shapes[name], np.dtype(leaf.dtype), [])
+                tensors[name] = Tensor(name, shapes[name], np.dtype(leaf.dtype), [])
             tensors[name].parts.append((leaf, piece))
     return list(tensors.values())
 
 
-def _split(tensors: list[_Tensor], max_shard_bytes: int) -> list[list[_Tensor]]:
+def _split(tensors: list[Tensor], max_shard_bytes: int) -> list[list[Tensor]]:
     """Fills files one after the other, in order."""
     if max_shard_bytes < 1:
         raise ValueError(f"`max_shard_bytes` must be positive, got {max_shard_bytes}.")
-    shards: list[list[_Tensor]] = []
+    shards: list[list[Tensor]] = []
     room = 0
     for tensor in tensors:
         if not shards or tensor.num_bytes > room:
@@ -234,7 +262,7 @@ def _checkpoint_files(folder: pathlib.Path) -> list[str]:
     return [name for name in fixed + weights if os.path.lexists(folder / name)]
 
 
-def _write_weights(folder: pathlib.Path, shards: list[list[_Tensor]]) -> None:
+def _write_weights(folder: pathlib.Path, shards: list[list[Tensor]]) -> None:
     hosts = _HostCopies()
     if len(shards) == 1:
         _write_safetensors(folder / _SINGLE_NAME, shards[0], hosts)
@@ -267,7 +295,7 @@ class _HostCopies:
 
 
 def _write_safetensors(
-    path: pathlib.Path, tensors: list[_Tensor], hosts: _HostCopies
+    path: pathlib.Path, tensors: list[Tensor], hosts: _HostCopies
 ) -> None:
     """Writes one file, a tensor at a time, so that memory does not grow with it."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -275,7 +303,7 @@ def _write_safetensors(
     for tensor in tensors:
         end = position + tensor.num_bytes
         header[tensor.name] = {
-            "dtype": _DTYPE_CODES[tensor.dtype.name],
+            "dtype": _STORED_CODES[tensor.dtype.name],
             "shape": tensor.shape,
             "data_offsets": [position, end],
         }
@@ -291,7 +319,7 @@ def _write_safetensors(
         os.fsync(file.fileno())
 
 
-def _write_tensor(file: BinaryIO, tensor: _Tensor, hosts: _HostCopies) -> None:
+def _write_tensor(file: BinaryIO, tensor: Tensor, hosts: _HostCopies) -> None:
     view = tensor.parts[0][1].view
     values = np.empty(view, tensor.dtype)
     for leaf, piece in tensor.parts:
