@@ -154,31 +154,34 @@ class Summary:
 
 def summarize(stats: Statistics) -> Summary:
     """Adds up the slots of `stats`; fetches it from the device."""
-    total = jax.tree.map(
-        lambda leaf: np.asarray(leaf).sum(axis=0, dtype=np.int64), jax.device_get(stats)
-    )
-    with_drafts = int(total.outcomes.sum())
+
+    def total(counter: np.ndarray) -> Any:
+        """An int, or a list of them."""
+        return counter.sum(axis=0, dtype=np.int64).tolist()
+
+    stats = jax.device_get(stats)
+    rounds, num_tokens = total(stats.rounds), total(stats.emitted)
+    drafted, accepted = total(stats.drafted), total(stats.accepted)
+    outcomes = total(stats.outcomes)
+    accepted_at = total(stats.accepted_at)
     return Summary(
-        rounds=int(total.rounds),
-        num_tokens=int(total.emitted),
-        drafted=int(total.drafted),
-        accepted=int(total.accepted),
-        mean_accepted_length=_rate(total.emitted, total.rounds),
-        acceptance_rate=_rate(total.accepted, total.drafted),
-        conditional=_rates(total.accepted_at, total.reached),
-        cumulative=tuple(_rate(n, with_drafts) for n in total.accepted_at),
-        unconditional=_rates(total.hits, total.offered),
-        outcomes=tuple(total.outcomes.tolist()),
-        candidate_hits=tuple(total.candidate_hits.tolist()),
+        rounds=rounds,
+        num_tokens=num_tokens,
+        drafted=drafted,
+        accepted=accepted,
+        mean_accepted_length=_rate(num_tokens, rounds),
+        acceptance_rate=_rate(accepted, drafted),
+        conditional=_rates(accepted_at, total(stats.reached)),
+        cumulative=_rates(accepted_at, [sum(outcomes)] * len(accepted_at)),
+        unconditional=_rates(total(stats.hits), total(stats.offered)),
+        outcomes=tuple(outcomes),
+        candidate_hits=tuple(total(stats.candidate_hits)),
     )
 
 
 def _rate(numerator: int, denominator: int) -> float:
-    return float(numerator) / float(denominator) if denominator else 0.0
+    return numerator / denominator if denominator else 0.0
 
 
-def _rates(numerators: np.ndarray, denominators: np.ndarray) -> tuple[float, ...]:
-    return tuple(
-        _rate(numerator, denominator)
-        for numerator, denominator in zip(numerators, denominators, strict=True)
-    )
+def _rates(numerators: list[int], denominators: list[int]) -> tuple[float, ...]:
+    return tuple(map(_rate, numerators, denominators))

@@ -1,4 +1,4 @@
-"""A drafter whose drafts are a script: for tests of what any drafter must not change."""
+"""A drafter with a script: for tests of what no drafter may change."""
 
 from typing import Any
 

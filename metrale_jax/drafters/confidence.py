@@ -87,7 +87,8 @@ def prune(
     is_prunable = (column > 0) & (column < num_drafts[:, None])
     num_prunable = jnp.sum(is_prunable)
     num_serving = jnp.sum(num_drafts > 0)
-    num_kept = jnp.floor(num_prunable * jnp.float32(ratio) + 0.5).astype(jnp.int32)
+    share = num_prunable.astype(jnp.float32) * ratio
+    num_kept = jnp.floor(share + 0.5).astype(jnp.int32)
     # Each serving slot has two rows for certain: its last token and its first draft.
     num_kept = jnp.minimum(num_kept, row_budget - 2 * num_serving)
     score = jnp.where(is_prunable, jnp.cumsum(log_probs, axis=1), -jnp.inf).reshape(-1)

@@ -23,7 +23,6 @@ from metrale_jax.axes import Array
 from metrale_jax.model import params as params_lib
 from pallas_kernels import dispatch
 
-
 # J of every drafter: a verify has at most 16 rows.
 MAX_NUM_DRAFTS = 15
 

@@ -23,7 +23,7 @@ def match_lengths(
         ending = jnp.take_along_axis(tokens, jnp.maximum(last - back, 0), axis=1)
         earlier = jnp.pad(tokens, ((0, 0), (back, 0)))[:, : tokens.shape[1]]
         equal &= (earlier == ending) & (position >= back) & (last >= back)
-        length += equal
+        length += equal.astype(jnp.int32)
     return length
 
 
