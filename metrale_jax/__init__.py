@@ -3,7 +3,7 @@
 from metrale_jax import checkpoint, config, drafters, text
 from metrale_jax.drafters.confidence import DraftLimits
 from metrale_jax.proposal import DenseProbs, Proposal, SparseProbs
-from metrale_jax.sampling import Sampling, make_sampling, request_key
+from metrale_jax.sampling import SamplingOptions, make_sampling, request_key
 from metrale_jax.state import (
     SequenceState,
     SlotRequest,
@@ -31,7 +31,7 @@ __all__ = [
     "Emission",
     "LogProbs",
     "Proposal",
-    "Sampling",
+    "SamplingOptions",
     "SequenceState",
     "SlotRequest",
     "SparseProbs",

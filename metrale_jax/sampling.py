@@ -3,6 +3,7 @@
 `logit_rules` and `picks` apply them, in the order of the fields below.
 """
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -25,6 +26,23 @@ BITS_PER_WORD = 32
 _MAX_TEMPERATURE = 1e9
 # Beyond it a logit leaves every other behind; infinity itself could make NaN.
 _MAX_PENALTY = 1e9
+_MAX_COUNT = 2**31 - 1
+
+_RANGES: Mapping[str, tuple[float | int, float | int]] = {
+    "temperature": (0.0, _MAX_TEMPERATURE),
+    "top_k": (0, _MAX_COUNT),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-3, _MAX_PENALTY),
+    "presence_penalty": (-_MAX_PENALTY, _MAX_PENALTY),
+    "frequency_penalty": (-_MAX_PENALTY, _MAX_PENALTY),
+    "dry_multiplier": (0.0, _MAX_PENALTY),
+    "dry_base": (1.0, _MAX_PENALTY),
+    "dry_allowed_length": (1, _MAX_COUNT),
+    "dry_range": (0, _MAX_COUNT),
+    "min_new_tokens": (0, _MAX_COUNT),
+    "seed": (0, 2**64 - 1),
+}
 
 
 @struct.dataclass
@@ -103,33 +121,11 @@ def describe_sampling(
     )
 
 
-def make_sampling(
-    config: config_lib.ModelConfig,
-    decode: config_lib.DecodeConfig,
-    *,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
-    presence_penalty: float = 0.0,
-    frequency_penalty: float = 0.0,
-    dry_multiplier: float = 0.0,
-    dry_base: float = 1.75,
-    dry_allowed_length: int = 2,
-    dry_range: int = 0,
-    dry_breakers: Iterable[int] = (),
-    logit_bias: Mapping[int, float] | None = None,
-    allowed_token_ids: Iterable[int] | None = None,
-    banned_token_ids: Iterable[int] = (),
-    min_new_tokens: int = 0,
-    seed: int = 0,
-) -> Sampling:
-    """Returns one slot's options; the defaults are greedy and change no logit.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How one sequence's tokens are picked; the defaults are greedy, change no logit.
 
-    Args:
-      config: the target, for its vocabulary.
-      decode: the batch, for the room it has for biases.
+    Attributes:
       temperature: 0 is greedy, 1 the model's own distribution.
       top_k: keep the k most likely tokens; 0 keeps all.
       top_p: keep the most likely tokens that together reach this probability.
@@ -149,44 +145,82 @@ def make_sampling(
       seed: in 0..2**64-1; the same seed gives the same tokens in any batch.
 
     Raises:
-      ValueError: an option is out of its range, names a token outside of the
-        vocabulary, leaves no token to pick, or needs more room than the batch has.
+      ValueError: an option is out of its range.
     """
-    _check_range("temperature", temperature, 0.0, _MAX_TEMPERATURE)
-    _check_range("top_k", top_k, 0, 2**31 - 1)
-    _check_range("top_p", top_p, 0.0, 1.0)
-    if top_p == 0.0:
-        raise ValueError("`top_p` must be above 0, got 0; 1 keeps every token.")
-    _check_range("min_p", min_p, 0.0, 1.0)
-    _check_range("repetition_penalty", repetition_penalty, 1e-3, _MAX_PENALTY)
-    _check_range("presence_penalty", presence_penalty, -_MAX_PENALTY, _MAX_PENALTY)
-    _check_range("frequency_penalty", frequency_penalty, -_MAX_PENALTY, _MAX_PENALTY)
-    _check_range("dry_multiplier", dry_multiplier, 0.0, _MAX_PENALTY)
-    _check_range("dry_base", dry_base, 1.0, _MAX_PENALTY)
-    _check_range("dry_allowed_length", dry_allowed_length, 1, 2**31 - 1)
-    _check_range("dry_range", dry_range, 0, 2**31 - 1)
-    _check_range("min_new_tokens", min_new_tokens, 0, 2**31 - 1)
-    bias_ids, bias_values = _bias_arrays(config, decode, logit_bias or {})
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_range: int = 0
+    dry_breakers: tuple[int, ...] = ()
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    banned_token_ids: tuple[int, ...] = ()
+    min_new_tokens: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _RANGES.items():
+            _check_range(name, getattr(self, name), low, high)
+        if self.top_p == 0.0:
+            raise ValueError("`top_p` must be above 0, got 0; 1 keeps every token.")
+        for token, value in self.logit_bias.items():
+            if not (value == -np.inf or abs(value) <= _MAX_PENALTY):
+                raise ValueError(
+                    f"`logit_bias` must be -inf or within {_MAX_PENALTY:g} of 0, got "
+                    f"{value} for token {token}."
+                )
+        if len(self.dry_breakers) > MAX_DRY_BREAKERS:
+            raise ValueError(
+                f"`dry_breakers` must hold at most {MAX_DRY_BREAKERS} tokens, got "
+                f"{len(self.dry_breakers)}."
+            )
+
+
+def make_sampling(
+    config: config_lib.ModelConfig,
+    decode: config_lib.DecodeConfig,
+    options: SamplingOptions,
+) -> Sampling:
+    """Returns one slot's options as arrays.
+
+    Args:
+      config: the target, for its vocabulary.
+      decode: the batch, for the room it has for biases.
+      options: what the sequence asks for.
+
+    Raises:
+      ValueError: an option names a token outside of the vocabulary, leaves no token to
+        pick, or needs more room than the batch has.
+    """
+    bias_ids, bias_values = _bias_arrays(config, decode, options.logit_bias)
     return Sampling(
-        repetition_penalty=jnp.float32(repetition_penalty),
-        presence_penalty=jnp.float32(presence_penalty),
-        frequency_penalty=jnp.float32(frequency_penalty),
-        dry_multiplier=jnp.float32(dry_multiplier),
-        dry_base=jnp.float32(dry_base),
-        dry_allowed_length=jnp.int32(dry_allowed_length),
-        dry_range=jnp.int32(dry_range),
-        dry_breakers=_breaker_array(config, dry_breakers),
+        repetition_penalty=jnp.float32(options.repetition_penalty),
+        presence_penalty=jnp.float32(options.presence_penalty),
+        frequency_penalty=jnp.float32(options.frequency_penalty),
+        dry_multiplier=jnp.float32(options.dry_multiplier),
+        dry_base=jnp.float32(options.dry_base),
+        dry_allowed_length=jnp.int32(options.dry_allowed_length),
+        dry_range=jnp.int32(options.dry_range),
+        dry_breakers=_breaker_array(config, options.dry_breakers),
         bias_ids=bias_ids,
         bias_values=bias_values,
-        min_new_tokens=jnp.int32(min_new_tokens),
+        min_new_tokens=jnp.int32(options.min_new_tokens),
         allowed_tokens=jnp.asarray(
-            _allowed_words(config, allowed_token_ids, banned_token_ids)
+            _allowed_words(config, options.allowed_token_ids, options.banned_token_ids)
         ),
-        temperature=jnp.float32(temperature),
-        top_k=jnp.int32(top_k),
-        top_p=jnp.float32(top_p),
-        min_p=jnp.float32(min_p),
-        request_key=request_key(seed),
+        temperature=jnp.float32(options.temperature),
+        top_k=jnp.int32(options.top_k),
+        top_p=jnp.float32(options.top_p),
+        min_p=jnp.float32(options.min_p),
+        request_key=request_key(options.seed),
     )
 
 
@@ -196,7 +230,7 @@ def request_key(seed: int) -> Array:
     Raises:
       ValueError: the seed is outside that range.
     """
-    _check_range("seed", seed, 0, 2**64 - 1)
+    _check_range("seed", seed, *_RANGES["seed"])
     return jnp.array([seed >> 32, seed & 0xFFFFFFFF], jnp.uint32)
 
 
@@ -257,12 +291,6 @@ def _bias_arrays(
             f"`logit_bias` must hold at most {decode.max_logit_bias} tokens, got "
             f"{len(ids)}; make the batch with a larger `max_logit_bias`."
         )
-    for token, value in logit_bias.items():
-        if not (value == -np.inf or abs(value) <= _MAX_PENALTY):
-            raise ValueError(
-                f"`logit_bias` must be -inf or within {_MAX_PENALTY:g} of 0, got "
-                f"{value} for token {token}."
-            )
     padding = decode.max_logit_bias - len(ids)
     values = [float(logit_bias[token]) for token in ids]
     return (
@@ -273,11 +301,6 @@ def _bias_arrays(
 
 def _breaker_array(config: config_lib.ModelConfig, breakers: Iterable[int]) -> Array:
     ids = _check_tokens("dry_breakers", breakers, config)
-    if len(ids) > MAX_DRY_BREAKERS:
-        raise ValueError(
-            f"`dry_breakers` must hold at most {MAX_DRY_BREAKERS} tokens, got "
-            f"{len(ids)}."
-        )
     padding = MAX_DRY_BREAKERS - len(ids)
     return jnp.array([*ids, *[NO_TOKEN] * padding], jnp.int32)
 

@@ -155,7 +155,7 @@ class Summary:
 def summarize(stats: Statistics) -> Summary:
     """Adds up the slots of `stats`; fetches it from the device."""
 
-    def total(counter: np.ndarray) -> Any:
+    def total(counter: Any) -> Any:
         """An int, or a list of them."""
         return counter.sum(axis=0, dtype=np.int64).tolist()
 

@@ -20,7 +20,9 @@ def sampling(temperature, top_k=0, top_p=1.0, min_p=0.0, seeds=None):
     temperature = np.atleast_1d(temperature)
     batch = temperature.shape
     seeds = range(batch[0]) if seeds is None else seeds
-    one = sampling_lib.make_sampling(models.DENSE, models.DECODE)
+    one = sampling_lib.make_sampling(
+        models.DENSE, models.DECODE, sampling_lib.SamplingOptions()
+    )
     return jax.tree.map(lambda leaf: jnp.stack([leaf] * batch[0]), one).replace(
         temperature=jnp.asarray(temperature, jnp.float32),
         top_k=jnp.full(batch, top_k, jnp.int32),
