@@ -149,8 +149,10 @@ def judge(
             bonus_token = jnp.where(is_greedy, bonus_token, sampled[2])
         # Rows past the offered drafts hold padding and decide nothing.
         counts = row_index[None, :] <= num_drafts[:, None]
-        is_good = jnp.all(jnp.isfinite(logits), axis=-1)
-        is_good &= jnp.any(ruled > -jnp.inf, axis=-1)
+        is_good = jnp.all(jnp.isfinite(logits), axis=-1) | ~counts
+        # Behind the first wrong draft nothing is picked, so a mask may leave no token.
+        is_reached = row_index[None, :] <= num_accepted[:, None]
+        is_good &= jnp.any(ruled > -jnp.inf, axis=-1) | ~is_reached
         log_probs = None
         if num_log_probs is not None:
             emitted = emitted_tokens(drafts, num_accepted, bonus_token)
@@ -160,7 +162,7 @@ def judge(
         num_drafts=num_drafts,
         num_accepted=num_accepted,
         bonus_token=bonus_token,
-        is_finite=jnp.all(is_good | ~counts, axis=1),
+        is_finite=jnp.all(is_good, axis=1),
         hits=hits & (_columns(drafts) < num_drafts[:, None]),
         log_probs=log_probs,
     )
