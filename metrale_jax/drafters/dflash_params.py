@@ -3,8 +3,7 @@
 Matrices are `[out, in]`, as checkpoints store them; see `model.params`.
 """
 
-import itertools
-import math
+import functools
 from typing import Generic
 
 import jax
@@ -116,22 +115,27 @@ def init_dflash_params(
 
     A reduced vocabulary is spread evenly over the whole one. `rng_key` is consumed.
     """
+    return _draw_params(rng_key, config=config, dtype=jnp.dtype(dtype))
+
+
+# One program for all: drawing and cutting op by op would compile one per shape.
+@functools.partial(jax.jit, static_argnames=("config", "dtype"))
+def _draw_params(
+    rng_key: Array, *, config: dflash_config.DFlashConfig, dtype: jnp.dtype
+) -> DFlashParams:
     specs = describe_dflash_params(config, dtype=dtype)
     places, treedef = jax.tree.flatten_with_path(specs)
-    # One draw for all: a draw per shape would compile a program per shape.
-    sizes = [math.prod(spec.shape) for _, spec in places]
-    normal = jax.random.normal(rng_key, (sum(sizes),), jnp.float32)
-    ends = list(itertools.accumulate(sizes))
     values = []
-    for (path, spec), size, end in zip(places, sizes, ends, strict=True):
+    for (path, spec), key in zip(
+        places, jax.random.split(rng_key, len(places)), strict=True
+    ):
         name = jax.tree_util.keystr(path[-1:]).lstrip(".")
-        noise = normal[end - size : end].reshape(spec.shape)
         if name == "d2t":
-            value = _even_offsets(size, config.vocab_size)
-        elif name.endswith("norm"):
-            value = 1.0 + 0.1 * noise
-        else:
-            value = noise * spec.shape[-1] ** -0.5
+            values.append(_even_offsets(spec.shape[0], config.vocab_size))
+            continue
+        noise = jax.random.normal(key, spec.shape, jnp.float32)
+        is_norm = name.endswith("norm")
+        value = 1.0 + 0.1 * noise if is_norm else noise * spec.shape[-1] ** -0.5
         values.append(value.astype(spec.dtype))
     return jax.tree.unflatten(treedef, values)
 
