@@ -8,7 +8,7 @@ or a head of the drafter's own) the loader adds.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from metrale_jax import config as config_lib
@@ -153,12 +153,7 @@ class DFlashConfig:
     def _check_layers(self) -> None:
         if not self.layers:
             raise ValueError("`layers` must name at least one layer, got none.")
-        for index, kind in enumerate(self.layers):
-            if kind not in _LAYER_KINDS:
-                raise ValueError(
-                    f"`layer_types`[{index}] must be 'full_attention' or "
-                    f"'sliding_attention', got {kind!r}."
-                )
+        _check_layer_kinds(self.layers)
         slides = "sliding_attention" in self.layers
         if slides and self.window is None:
             raise ValueError(
@@ -380,11 +375,21 @@ def _read_layers(reader: config_lib.ConfigReader) -> tuple[LayerKind, ...]:
             f"`layer_types` must list {num_layers} kinds (num_hidden_layers), got "
             f"{found}."
         )
+    _check_layer_kinds(kinds)
     if slides is not None and slides != ("sliding_attention" in kinds):
         raise ValueError(
             f"`use_swa` {slides} contradicts `layer_types` {kinds}; correct one."
         )
     return tuple(kinds)
+
+
+def _check_layer_kinds(kinds: Iterable[Any]) -> None:
+    for index, kind in enumerate(kinds):
+        if kind not in _LAYER_KINDS:
+            raise ValueError(
+                f"`layer_types`[{index}] must be 'full_attention' or "
+                f"'sliding_attention', got {kind!r}."
+            )
 
 
 def _read_window(
