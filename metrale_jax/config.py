@@ -265,7 +265,12 @@ def pages_for(num_tokens: int, page_size: int) -> int:
 
 
 def for_slots(
-    num_slots: int, max_length: int, *, page_size: int = 64, max_drafts: int = 0
+    num_slots: int,
+    max_length: int,
+    *,
+    page_size: int = 64,
+    max_drafts: int = 0,
+    max_logit_bias: int = 16,
 ) -> DecodeConfig:
     """Returns a DecodeConfig with a page for every position of every slot."""
     pages_per_slot = pages_for(max_length, page_size)
@@ -275,6 +280,7 @@ def for_slots(
         page_size=page_size,
         num_pages=num_slots * pages_per_slot,
         max_drafts=max_drafts,
+        max_logit_bias=max_logit_bias,
     )
 
 

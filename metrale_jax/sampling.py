@@ -184,6 +184,9 @@ class SamplingOptions:
             )
 
 
+GREEDY = SamplingOptions()
+
+
 def make_sampling(
     config: config_lib.ModelConfig,
     decode: config_lib.DecodeConfig,

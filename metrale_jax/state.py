@@ -237,7 +237,7 @@ def make_request(
     pages: Sequence[int] | None = None,
     length_limit: int | None = None,
     prompt_length: int = 0,
-    **options: Any,
+    options: sampling_lib.SamplingOptions = sampling_lib.GREEDY,
 ) -> SlotRequest:
     """Returns a request for a slot.
 
@@ -249,7 +249,7 @@ def make_request(
       pages: or names its pages, as a `PageAllocator` that shares fewer hands them out.
       length_limit: prompt and output tokens together; None for what the slot holds.
       prompt_length: see `SlotRequest`.
-      **options: see `sampling.SamplingOptions`; the default is greedy.
+      options: how tokens are picked; the default is greedy.
 
     Raises:
       ValueError: an argument is out of range, or `slot` and `pages` are both given.
@@ -280,9 +280,7 @@ def make_request(
         pages=jnp.array([*pages, *missing], jnp.int32),
         length_limit=jnp.int32(length_limit),
         prompt_length=jnp.int32(prompt_length),
-        sampling=sampling_lib.make_sampling(
-            config, decode, sampling_lib.SamplingOptions(**options)
-        ),
+        sampling=sampling_lib.make_sampling(config, decode, options),
     )
 
 

@@ -1,6 +1,7 @@
 """Prints a model's continuation of one or several prompts.
 
     python scripts/generate.py --checkpoint=FOLDER_OR_HUB_ID --prompt="def fib(n):"
+    python scripts/generate.py --checkpoint=... --prompt=... --drafter=mtp
 
 Text goes to stdout, everything else to stderr. Exit code 1 means that the request could
 not be run, and one line on stderr says why.
@@ -14,7 +15,9 @@ import pathlib
 import sys
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import drafter_flags
 import jax
 import jax.numpy as jnp
 import rich.console
@@ -22,8 +25,12 @@ from absl import app, flags, logging
 
 from metrale_jax import checkpoint as checkpoint_lib
 from metrale_jax import config as config_lib
+from metrale_jax import sampling as sampling_lib
 from metrale_jax import text as text_lib
+from metrale_jax import verify as verify_lib
+from metrale_jax.drafters import protocol
 from metrale_jax.engine import batch as batch_lib
+from metrale_jax.model import params as params_lib
 
 _CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "Folder of a checkpoint, or its id on the Hugging Face hub."
@@ -50,6 +57,24 @@ _TOP_P = flags.DEFINE_float("top_p", 1.0, "Keep the likeliest tokens up to this 
 _MIN_P = flags.DEFINE_float(
     "min_p", 0.0, "Drop tokens less likely than this fraction of the likeliest."
 )
+_REPETITION_PENALTY = flags.DEFINE_float(
+    "repetition_penalty", 1.0, "Weakens tokens of prompt and output; 1 is off."
+)
+_PRESENCE_PENALTY = flags.DEFINE_float(
+    "presence_penalty", 0.0, "Subtracted from tokens that the output holds."
+)
+_FREQUENCY_PENALTY = flags.DEFINE_float(
+    "frequency_penalty", 0.0, "The same, times how often the output holds them."
+)
+_DRY_MULTIPLIER = flags.DEFINE_float(
+    "dry_multiplier", 0.0, "Strength of the DRY penalty on repeated runs; 0 is off."
+)
+_MIN_NEW_TOKENS = flags.DEFINE_integer(
+    "min_new_tokens", 0, "Tokens before which no end token is picked."
+)
+_LOGIT_BIAS = flags.DEFINE_multi_string(
+    "logit_bias", [], "TOKEN_ID:NUMBER, added to that token's logit; may be repeated."
+)
 _SEED = flags.DEFINE_integer(
     "seed", 0, "Seed of the first prompt; the next prompts take the next seeds."
 )
@@ -67,7 +92,30 @@ _OUTPUT = flags.DEFINE_enum(
     "output",
     "text",
     ["text", "jsonl"],
-    "jsonl prints an object per prompt: prompt, text, token_ids, finish_reason.",
+    "jsonl prints an object per prompt: prompt, text, token_ids, finish_reason, and "
+    "log_probs if asked for.",
+)
+_LOG_PROBS = flags.DEFINE_integer(
+    "log_probs",
+    None,
+    "With --output=jsonl: log-probabilities of each token, and of this many likeliest.",
+    lower_bound=0,
+)
+_ACCEPT_RULE = flags.DEFINE_enum(
+    "accept_rule",
+    "match",
+    verify_lib.ACCEPT_RULES,
+    "How sampled sequences judge drafts: match gives plain decoding's own tokens; "
+    "rejection and block give its distribution and accept more of drawn drafts.",
+)
+_STRICT = flags.DEFINE_bool(
+    "strict",
+    False,
+    "Give a row the same bits however many drafts ride along: slower, and equal to a "
+    "plain strict run whatever the rounding.",
+)
+_COMPARE_PLAIN = flags.DEFINE_bool(
+    "compare_plain", False, "Run the prompts without drafts too, and compare."
 )
 _STATS_JSON = flags.DEFINE_string("stats_json", None, "File to write timings to.")
 _CHECK_FINITE = flags.DEFINE_bool(
@@ -94,10 +142,13 @@ class Request:
 
     prompts: tuple[str, ...]
     is_chat: bool
-    sampling: batch_lib.SamplingParams
+    max_new_tokens: int
+    sampling: sampling_lib.SamplingOptions
     stop_strings: tuple[str, ...]
     dtype: jnp.dtype
     batch_size: int
+    batch_options: batch_lib.BatchOptions
+    compare_plain: bool
     output: str
     stats_path: str | None
 
@@ -152,37 +203,90 @@ def run(
             folder,
             config,
             dtype=request.dtype,
+            with_mtp=drafter_flags.is_mtp(),
             check_finite=check_finite,
             progress=progress,
         )
+    drafter = drafter_flags.build_drafter(params, config, dtype=request.dtype)
     load_seconds = time.perf_counter() - begin
 
     print("compiling, or reading what an earlier run compiled", file=sys.stderr)
+    target = _Target(params, config, tokenizer)
     printer = _Printer(request, console)
-    results = []
-    for first in range(0, len(prompt_ids), request.batch_size):
-        group = range(first, min(first + request.batch_size, len(prompt_ids)))
-        results.append(
-            _run_group(params, config, tokenizer, request, prompt_ids, group, printer)
-        )
+    runs = _run_prompts(target, request, prompt_ids, drafter, printer)
+    plain_runs = None
+    if request.compare_plain:
+        plain_runs = _run_plain(target, request, prompt_ids, drafter)
+    stats = _statistics(runs, plain_runs, prompt_ids, load_seconds)
+    if drafter is not None or plain_runs is not None:
+        console.print(_summary_line(stats))
     if request.stats_path is not None:
-        stats = _statistics(results, prompt_ids, load_seconds)
         pathlib.Path(request.stats_path).write_text(json.dumps(stats, indent=2) + "\n")
 
 
+@dataclasses.dataclass(frozen=True)
+class _Target:
+    params: params_lib.ModelParams
+    config: config_lib.ModelConfig
+    tokenizer: text_lib.Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """One batch: what it took, and the tokens kept of each prompt."""
+
+    result: batch_lib.BatchResult
+    kept: list[tuple[int, ...]]
+
+
+def _run_prompts(
+    target: _Target,
+    request: Request,
+    prompt_ids: list[list[int]],
+    drafter: protocol.Drafter | None,
+    printer: "_Printer | None",
+) -> list[_Run]:
+    """Runs the prompts, a batch at a time; prints if it has a printer."""
+    return [
+        _run_group(
+            target,
+            request,
+            prompt_ids,
+            range(first, min(first + request.batch_size, len(prompt_ids))),
+            drafter,
+            printer,
+        )
+        for first in range(0, len(prompt_ids), request.batch_size)
+    ]
+
+
+def _run_plain(
+    target: _Target,
+    request: Request,
+    prompt_ids: list[list[int]],
+    drafter: protocol.Drafter | None,
+) -> list[_Run]:
+    """The same without drafts; strictly, in the program that verifies drafts."""
+    print("decoding without drafts, to compare", file=sys.stderr)
+    if not request.batch_options.strict:
+        return _run_prompts(target, request, prompt_ids, None, None)
+    options = dataclasses.replace(request.batch_options, max_num_drafts=0)
+    request = dataclasses.replace(request, batch_options=options)
+    return _run_prompts(target, request, prompt_ids, drafter, None)
+
+
 def _run_group(
-    params: object,
-    config: config_lib.ModelConfig,
-    tokenizer: text_lib.Tokenizer,
+    target: _Target,
     request: Request,
     prompt_ids: list[list[int]],
     group: range,
-    printer: "_Printer",
-) -> batch_lib.BatchResult:
+    drafter: protocol.Drafter | None,
+    printer: "_Printer | None",
+) -> _Run:
     streams = [
         text_lib.TextStream(
-            tokenizer,
-            end_token_ids=config.end_token_ids,
+            target.tokenizer,
+            end_token_ids=target.config.end_token_ids,
             stop_strings=request.stop_strings,
         )
         for _ in group
@@ -190,27 +294,44 @@ def _run_group(
 
     def on_tokens(slot: int, tokens: list[int]) -> bool:
         stream = streams[slot]
-        printer.add(group[slot], stream.feed(tokens))
+        piece = stream.feed(tokens)
+        if printer is not None:
+            printer.add(group[slot], piece)
         return stream.is_finished
 
     result = batch_lib.run_batch(
-        params,
-        config,
-        [prompt_ids[index] for index in group],
+        target.params,
+        target.config,
         [
-            dataclasses.replace(request.sampling, seed=request.sampling.seed + index)
+            batch_lib.Request(
+                prompt=tuple(prompt_ids[index]),
+                max_new_tokens=request.max_new_tokens,
+                sampling=dataclasses.replace(
+                    request.sampling, seed=request.sampling.seed + index
+                ),
+            )
             for index in group
         ],
         dtype=request.dtype,
+        drafter=drafter,
+        options=request.batch_options,
         on_tokens=on_tokens,
     )
+    kept = []
     for slot, (stream, completion) in enumerate(
         zip(streams, result.completions, strict=True)
     ):
-        printer.add(group[slot], stream.finish(completion.finish_reason))
-        kept = completion.token_ids[: stream.num_tokens]
-        printer.finish(group[slot], kept, stream.finish_reason)
-    return result
+        piece = stream.finish(completion.finish_reason)
+        kept.append(completion.token_ids[: stream.num_tokens])
+        if printer is not None:
+            printer.add(group[slot], piece)
+            printer.finish(group[slot], completion, stream)
+    return _Run(result, kept)
+
+
+class _Finished(NamedTuple):
+    completion: batch_lib.Completion
+    stream: text_lib.TextStream
 
 
 class _Printer:
@@ -221,7 +342,7 @@ class _Printer:
         self._console = console
         self._texts = [""] * len(request.prompts)
         self._num_shown = [0] * len(request.prompts)
-        self._finished: dict[int, tuple[tuple[int, ...], str]] = {}
+        self._finished: dict[int, _Finished] = {}
         self._current = 0
         self._begin_prompt()
 
@@ -229,8 +350,13 @@ class _Printer:
         self._texts[index] += piece
         self._show_current()
 
-    def finish(self, index: int, token_ids: tuple[int, ...], reason: str) -> None:
-        self._finished[index] = (token_ids, reason)
+    def finish(
+        self,
+        index: int,
+        completion: batch_lib.Completion,
+        stream: text_lib.TextStream,
+    ) -> None:
+        self._finished[index] = _Finished(completion, stream)
         while self._current in self._finished:
             self._end_current()
 
@@ -250,14 +376,20 @@ class _Printer:
     def _end_current(self) -> None:
         self._show_current()
         index = self._current
-        token_ids, reason = self._finished[index]
+        completion, stream = self._finished[index]
+        reason = stream.finish_reason
         if self._request.output == "jsonl":
             record = {
                 "prompt": self._request.prompts[index],
                 "text": self._texts[index],
-                "token_ids": list(token_ids),
+                "token_ids": list(completion.token_ids[: stream.num_tokens]),
                 "finish_reason": reason,
             }
+            if self._request.batch_options.num_log_probs is not None:
+                record["log_probs"] = [
+                    {"emitted": entry.emitted, "top": dict(entry.top)}
+                    for entry in completion.log_probs[: stream.num_tokens]
+                ]
             sys.stdout.write(json.dumps(record, ensure_ascii=False))
         sys.stdout.write("\n")
         sys.stdout.flush()
@@ -286,32 +418,70 @@ def _encode(
 
 
 def _statistics(
-    results: list[batch_lib.BatchResult],
+    runs: list[_Run],
+    plain_runs: list[_Run] | None,
     prompt_ids: list[list[int]],
     load_seconds: float,
-) -> dict[str, float | int | str]:
+) -> dict[str, object]:
     """Times exclude compilation; the first token of a prompt counts as prefill."""
-    num_tokens = sum(
-        len(completion.token_ids)
-        for result in results
-        for completion in result.completions
-    )
     num_prompt_tokens = sum(map(len, prompt_ids))
-    prefill_seconds = sum(result.prefill_seconds for result in results)
-    decode_seconds = sum(result.decode_seconds for result in results)
-    num_decoded = num_tokens - len(prompt_ids)
-    return {
+    prefill_seconds = sum(run.result.prefill_seconds for run in runs)
+    summaries = [run.result.statistics for run in runs]
+    rounds = sum(summary.rounds for summary in summaries)
+    drafted = sum(summary.drafted for summary in summaries)
+    accepted = sum(summary.accepted for summary in summaries)
+    emitted = sum(summary.num_tokens for summary in summaries)
+    stats: dict[str, object] = {
         "backend": jax.default_backend(),
+        "drafter": drafter_flags.drafter_kind(),
         "num_prompts": len(prompt_ids),
         "num_prompt_tokens": num_prompt_tokens,
-        "num_tokens": num_tokens,
-        "tokens_per_second": num_decoded / decode_seconds if decode_seconds else 0.0,
+        "num_tokens": sum(len(kept) for run in runs for kept in run.kept),
+        "tokens_per_second": _tokens_per_second(runs),
         "prefill_tokens_per_second": num_prompt_tokens / prefill_seconds,
         "prefill_seconds": prefill_seconds,
-        "decode_seconds": decode_seconds,
-        "compile_seconds": sum(result.compile_seconds for result in results),
+        "decode_seconds": sum(run.result.decode_seconds for run in runs),
+        "compile_seconds": sum(run.result.compile_seconds for run in runs),
         "load_seconds": load_seconds,
+        "rounds": rounds,
+        "mean_accepted_length": emitted / rounds if rounds else 0.0,
+        "drafted": drafted,
+        "accepted": accepted,
+        "acceptance_rate": accepted / drafted if drafted else 0.0,
+        "groups": [dataclasses.asdict(summary) for summary in summaries],
     }
+    if plain_runs is not None:
+        plain = _tokens_per_second(plain_runs)
+        stats["plain_tokens_per_second"] = plain
+        stats["speedup"] = _tokens_per_second(runs) / plain if plain else 0.0
+        stats["identical"] = [run.kept for run in runs] == [
+            run.kept for run in plain_runs
+        ]
+        stats["compile_seconds"] = sum(
+            run.result.compile_seconds for run in [*runs, *plain_runs]
+        )
+    return stats
+
+
+def _tokens_per_second(runs: list[_Run]) -> float:
+    """Kept tokens per second of decoding, over all sequences."""
+    seconds = sum(run.result.decode_seconds for run in runs)
+    num_decoded = sum(max(len(kept) - 1, 0) for run in runs for kept in run.kept)
+    return num_decoded / seconds if seconds else 0.0
+
+
+def _summary_line(stats: dict[str, object]) -> str:
+    line = (
+        f"{stats['num_tokens']} tokens, {stats['tokens_per_second']:.1f} tokens/s, "
+        f"{stats['mean_accepted_length']:.2f} tokens a round"
+    )
+    if "speedup" in stats:
+        same = "the same" if stats["identical"] else "OTHER"
+        line += (
+            f"; without drafts {stats['plain_tokens_per_second']:.1f} tokens/s "
+            f"({stats['speedup']:.2f} times as fast with them) and {same} tokens"
+        )
+    return line
 
 
 def _read_request() -> Request:
@@ -326,6 +496,9 @@ def _read_request() -> Request:
         raise _UsageError(
             f"--seed={_SEED.value} must leave every prompt a seed in 0..2**64-1."
         )
+    if _LOG_PROBS.value is not None and _OUTPUT.value != "jsonl":
+        raise _UsageError("--log_probs needs --output=jsonl.")
+    drafter_flags.check_flags()
     _check_writable(_STATS_JSON.value)
     dtype = _DTYPE.value
     if dtype == "auto":
@@ -333,20 +506,51 @@ def _read_request() -> Request:
     return Request(
         prompts=tuple(prompts),
         is_chat=_CHAT.value,
-        sampling=batch_lib.SamplingParams(
-            max_new_tokens=_MAX_NEW_TOKENS.value,
+        max_new_tokens=_read_max_new_tokens(),
+        sampling=sampling_lib.SamplingOptions(
             temperature=_TEMPERATURE.value,
             top_k=_TOP_K.value,
             top_p=_TOP_P.value,
             min_p=_MIN_P.value,
+            repetition_penalty=_REPETITION_PENALTY.value,
+            presence_penalty=_PRESENCE_PENALTY.value,
+            frequency_penalty=_FREQUENCY_PENALTY.value,
+            dry_multiplier=_DRY_MULTIPLIER.value,
+            min_new_tokens=_MIN_NEW_TOKENS.value,
+            logit_bias=dict(map(_parse_bias, _LOGIT_BIAS.value)),
             seed=_SEED.value,
         ),
         stop_strings=tuple(_STOP.value),
         dtype=jnp.dtype(dtype),
         batch_size=_BATCH_SIZE.value,
+        batch_options=batch_lib.BatchOptions(
+            accept_rule=_ACCEPT_RULE.value,
+            num_log_probs=_LOG_PROBS.value,
+            limits=drafter_flags.draft_limits(),
+            strict=_STRICT.value,
+        ),
+        compare_plain=_COMPARE_PLAIN.value,
         output=_OUTPUT.value,
         stats_path=_STATS_JSON.value,
     )
+
+
+def _read_max_new_tokens() -> int:
+    if _MAX_NEW_TOKENS.value < 1:
+        raise _UsageError(
+            f"--max_new_tokens must be at least 1, got {_MAX_NEW_TOKENS.value}."
+        )
+    return _MAX_NEW_TOKENS.value
+
+
+def _parse_bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition(":")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise _UsageError(
+            f"--logit_bias={text} must be TOKEN_ID:NUMBER, as in 42:-1.5."
+        ) from None
 
 
 def _check_writable(path: str | None) -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from metrale_jax import config as config_lib
-from metrale_jax import state, steps
+from metrale_jax import sampling, state, steps
 from metrale_jax.axes import Array
 from metrale_jax.drafters import protocol
 from metrale_jax.model import params as params_lib
@@ -76,7 +76,14 @@ def make_request(
     config: config_lib.ModelConfig, slot: int, **options: Any
 ) -> state.SlotRequest:
     """A request for a slot that owns the slot-th run of pages."""
-    return state.make_request(config, DECODE, slot=slot, **options)
+    length_limit = options.pop("length_limit", None)
+    return state.make_request(
+        config,
+        DECODE,
+        slot=slot,
+        length_limit=length_limit,
+        options=sampling.SamplingOptions(**options),
+    )
 
 
 def start(
@@ -91,7 +98,7 @@ def start(
 ) -> state.SequenceState:
     """Inserts a request into a slot and prefills its prompt in the given chunks.
 
-    The options are those of `state.make_request`.
+    The options are `length_limit` and those of `sampling.SamplingOptions`.
     """
     request = make_request(config, slot, **options)
     sequences = steps.insert(sequences, jnp.int32(slot), request)

@@ -38,9 +38,6 @@ from pallas_kernels import dispatch, verify_attention
 # at what drafts were drawn from.
 DraftSampling = Literal["greedy", "sampled"]
 
-# A round verifies at most 16 rows.
-MAX_NUM_DRAFTS = 15
-
 
 @struct.dataclass
 class MtpState:
@@ -450,10 +447,7 @@ def mtp_drafter(
         raise NotImplementedError(
             f"`params.mtp` must have 1 layer, got {len(head.layers)}."
         )
-    if not 1 <= num_drafts <= MAX_NUM_DRAFTS:
-        raise ValueError(
-            f"`num_drafts` must be in 1..{MAX_NUM_DRAFTS}, got {num_drafts}."
-        )
+    protocol.check_num_drafts(num_drafts)
     if draft_sampling not in ("greedy", "sampled"):
         raise ValueError(
             f"`draft_sampling` must be greedy or sampled, got {draft_sampling!r}."

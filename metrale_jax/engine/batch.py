@@ -11,20 +11,23 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from metrale_jax import config as config_lib
+from metrale_jax import sampling as sampling_lib
 from metrale_jax import state as state_lib
+from metrale_jax import statistics as statistics_lib
 from metrale_jax import steps
 from metrale_jax import verdict as verdict_lib
+from metrale_jax import verify as verify_lib
+from metrale_jax.drafters import confidence, protocol
 from metrale_jax.engine import pages as pages_lib
 from metrale_jax.model import params as params_lib
 from pallas_kernels import dispatch
 
-# Called with (index of the prompt, its new tokens); True ends that sequence.
+# Called with (index of the request, its new tokens); True ends that sequence.
 OnTokens = Callable[[int, list[int]], bool]
 
-# Beyond it every distribution is uniform in float32.
-_MAX_TEMPERATURE = 1e9
 # Smallest room of a slot, in tokens.
 _SHORTEST_CAPACITY = 256
 
@@ -37,59 +40,55 @@ _FINISH_REASONS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How one sequence's tokens are picked; the defaults are greedy.
+class Request:
+    """One prompt, and what to make of it.
 
     Attributes:
+      prompt: token ids, at least one.
       max_new_tokens: tokens to generate at most; the context may end earlier.
-      temperature: 0 is greedy, 1 the model's own distribution.
-      top_k: keep the k most likely tokens; 0 keeps all.
-      top_p: keep the most likely tokens that together reach this probability.
-      min_p: drop tokens less likely than this fraction of the most likely one.
-      seed: in 0..2**64-1; the same seed gives the same tokens in any batch.
+      sampling: how they are picked.
     """
 
+    prompt: tuple[int, ...]
     max_new_tokens: int
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
+    sampling: sampling_lib.SamplingOptions = sampling_lib.GREEDY
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(
                 f"`max_new_tokens` must be at least 1, got {self.max_new_tokens}."
             )
-        if not 0.0 <= self.temperature <= _MAX_TEMPERATURE:
-            raise ValueError(
-                f"`temperature` must be in 0..{_MAX_TEMPERATURE:.0e}, got "
-                f"{self.temperature}."
-            )
-        if not 0 <= self.top_k < 2**31:
-            raise ValueError(f"`top_k` must be in 0..2**31-1, got {self.top_k}.")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"`top_p` must be in (0, 1], got {self.top_p}.")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise ValueError(f"`min_p` must be in [0, 1], got {self.min_p}.")
-        if not 0 <= self.seed < 2**64:
-            raise ValueError(f"`seed` must be in 0..2**64-1, got {self.seed}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchOptions:
-    """How a batch runs; none of it changes a token but by rounding.
+    """How a batch runs; but for `accept_rule`, none of it changes more than rounding.
 
     Attributes:
       rounds_per_visit: decode rounds between two visits of the host.
       chunk_length: prompt tokens per prefill call at most; a power of two.
       page_size: tokens per KV page.
-      implementation: of the kernels; None is the backend's own.
+      accept_rule: how sampled sequences judge drafts.
+      num_log_probs: see `verify.verify`.
+      limits: which drafts are not worth a row.
+      max_num_drafts: drafts per round at most; None for the drafter's most. 0 decodes
+        plainly, in the program that verifies drafts.
+      strict: verify, apply and propose are programs of their own, and the recurrence
+        goes row by row, so that a row's bits don't depend on how many drafts ride
+        along. A strict run and a strict run with `max_num_drafts` 0 execute the same
+        compiled verify: their tokens are equal whatever the rounding.
+      implementation: of the kernels; None is the backend's own. A strict run decodes by
+        the reference.
     """
 
     rounds_per_visit: int = 8
     chunk_length: int = 512
     page_size: int = 64
+    accept_rule: verify_lib.AcceptRule = "match"
+    num_log_probs: int | None = None
+    limits: confidence.DraftLimits = confidence.NO_LIMITS
+    max_num_drafts: int | None = None
+    strict: bool = False
     implementation: dispatch.Implementation | None = None
 
     def __post_init__(self) -> None:
@@ -102,27 +101,46 @@ class BatchOptions:
             raise ValueError(
                 f"`chunk_length` must be a power of two, got {self.chunk_length}."
             )
+        if self.strict and self.implementation not in (None, "reference"):
+            raise ValueError(
+                "`implementation` must be None or 'reference' when `strict`, got "
+                f"{self.implementation!r}."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenLogProbs:
+    """Log-probabilities of one emitted token, and of the likeliest in its place."""
+
+    emitted: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What one prompt got.
+    """What one request got.
 
     Attributes:
       token_ids: generated tokens, an end token included.
       finish_reason: "stop" (end token or caller), "length", or "error" (the target's
-        logits were not finite; the tokens before that are good).
+        logits were not finite, or no token was allowed; those before are good).
+      log_probs: one per token if they were asked for, else empty.
     """
 
     token_ids: tuple[int, ...]
     finish_reason: str
+    log_probs: tuple[TokenLogProbs, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchResult:
-    """Completions in the order of the prompts, and where the time went (seconds)."""
+    """Completions in the order of the requests, and where the time went (seconds).
+
+    `statistics` adds up what the rounds did for all sequences.
+    """
 
     completions: tuple[Completion, ...]
+    statistics: statistics_lib.Summary
     compile_seconds: float
     prefill_seconds: float
     decode_seconds: float
@@ -131,46 +149,43 @@ class BatchResult:
 def run_batch(
     params: params_lib.ModelParams,
     config: config_lib.ModelConfig,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sequence[SamplingParams],
+    requests: Sequence[Request],
     *,
     dtype: jax.typing.DTypeLike,
+    drafter: protocol.Drafter | None = None,
     options: BatchOptions | None = None,
     on_tokens: OnTokens | None = None,
 ) -> BatchResult:
-    """Generates a completion for every prompt, all in one batch.
+    """Generates a completion for every request, all in one batch.
 
     Args:
       params: of the target.
       config: of the target.
-      prompts: token ids, at least one each.
-      sampling: one per prompt.
+      requests: at least one.
       dtype: of the caches; that of the parameters, usually.
+      drafter: None decodes plainly.
       options: None takes the defaults.
-      on_tokens: told of new tokens as they arrive, prompt by prompt.
+      on_tokens: told of new tokens as they arrive, request by request.
 
     Raises:
       ValueError: a prompt is empty, longer than the context, or holds an id outside of
-        the vocabulary; or the counts of prompts and sampling differ.
+        the vocabulary; an option names such an id; or the drafter doesn't fit.
     """
     options = options or BatchOptions()
-    check_prompts(config, prompts)
-    if len(prompts) != len(sampling):
-        raise ValueError(
-            f"`sampling` must have one entry per prompt ({len(prompts)}), "
-            f"got {len(sampling)}."
-        )
-    batch = _Batch(params, config, prompts, sampling, dtype, options)
+    check_prompts(config, [request.prompt for request in requests])
+    batch = _Batch(params, config, requests, dtype, drafter, options)
     compile_seconds = batch.warm_up()
     begin = time.perf_counter()
     batch.prefill(on_tokens)
     prefilled = time.perf_counter()
     batch.decode(on_tokens)
+    decoded = time.perf_counter()
     return BatchResult(
         completions=batch.completions(),
+        statistics=batch.statistics(),
         compile_seconds=compile_seconds,
         prefill_seconds=prefilled - begin,
-        decode_seconds=time.perf_counter() - prefilled,
+        decode_seconds=decoded - prefilled,
     )
 
 
@@ -179,7 +194,7 @@ def check_prompts(
 ) -> None:
     """Raises ValueError, naming the first prompt that cannot run."""
     if not prompts:
-        raise ValueError("`prompts` must hold at least one prompt, got none.")
+        raise ValueError("There must be at least one prompt, got none.")
     for index, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(f"Prompt {index} is empty; give at least one token.")
@@ -203,41 +218,43 @@ class _Batch:
         self,
         params: params_lib.ModelParams,
         config: config_lib.ModelConfig,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sequence[SamplingParams],
+        requests: Sequence[Request],
         dtype: jax.typing.DTypeLike,
+        drafter: protocol.Drafter | None,
         options: BatchOptions,
     ) -> None:
         self._params = params
         self._config = config
-        self._prompts = prompts
+        self._requests = requests
+        self._drafter = drafter
         self._options = options
-        self._tokens: list[list[int]] = [[] for _ in prompts]
-        self._reasons: list[str | None] = [None] * len(prompts)
+        self._tokens: list[list[int]] = [[] for _ in requests]
+        self._log_probs: list[list[TokenLogProbs]] = [[] for _ in requests]
+        self._reasons: list[str | None] = [None] * len(requests)
+        # Counters of slots that were released, which loses them.
+        self._past_statistics: list[statistics_lib.Statistics] = []
         limits = [
-            min(len(prompt) + request.max_new_tokens, config.max_position)
-            for prompt, request in zip(prompts, sampling, strict=True)
+            min(len(request.prompt) + request.max_new_tokens, config.max_position)
+            for request in requests
         ]
         # Few distinct shapes, so that compiled programs serve again.
         max_length = max(_SHORTEST_CAPACITY, _next_power_of_two(max(limits)))
         decode = config_lib.for_slots(
-            len(prompts),
+            len(requests),
             min(max_length, config.max_position),
             page_size=options.page_size,
+            max_drafts=0 if drafter is None else drafter.max_drafts,
+            max_logit_bias=max(len(r.sampling.logit_bias) for r in requests),
         )
-        self._state = state_lib.init_state(config, decode, dtype=dtype)
+        self._state = state_lib.init_state(config, decode, dtype=dtype, drafter=drafter)
         allocator = pages_lib.PageAllocator(decode.num_pages, decode.page_size)
-        for slot, (request, limit) in enumerate(zip(sampling, limits, strict=True)):
+        for slot, (request, limit) in enumerate(zip(requests, limits, strict=True)):
             slot_request = state_lib.make_request(
                 config,
                 decode,
                 pages=allocator.grow(slot, limit),
                 length_limit=limit,
-                temperature=request.temperature,
-                top_k=request.top_k,
-                top_p=request.top_p,
-                min_p=request.min_p,
-                seed=request.seed,
+                options=request.sampling,
             )
             self._state = steps.insert(self._state, jnp.int32(slot), slot_request)
 
@@ -249,14 +266,16 @@ class _Batch:
             {_next_power_of_two(size) for size in self._chunk_sizes()}
         ):
             self._prefill_chunk(inert, [0] * length, length, is_last=False)
-        # No slot is active yet: this runs no round.
+        # No slot is active yet: this changes nothing.
+        self._propose()
         self._run_rounds()
         jax.block_until_ready(self._state)
         return time.perf_counter() - begin
 
     def prefill(self, on_tokens: OnTokens | None) -> None:
-        """Runs every prompt, chunk by chunk, and its first token."""
-        for slot, prompt in enumerate(self._prompts):
+        """Runs every prompt, chunk by chunk, its first token, and the first drafts."""
+        for slot, request in enumerate(self._requests):
+            prompt = request.prompt
             chunk_length = self._options.chunk_length
             for begin in range(0, len(prompt), chunk_length):
                 chunk = list(prompt[begin : begin + chunk_length])
@@ -265,26 +284,39 @@ class _Batch:
                 emission = self._prefill_chunk(slot, chunk, length, is_last=is_last)
                 if is_last:
                     self._take(slot, jax.device_get(emission), 0, on_tokens)
+        self._propose()
 
     def decode(self, on_tokens: OnTokens | None) -> None:
         """Runs rounds until every sequence has finished."""
         while any(reason is None for reason in self._reasons):
-            emission = jax.device_get(self._run_rounds())
-            for slot, reason in enumerate(self._reasons):
-                if reason is None:
-                    self._take(slot, emission, slot, on_tokens)
+            for emission in jax.device_get(self._run_rounds()):
+                for slot, reason in enumerate(self._reasons):
+                    if reason is None:
+                        self._take(slot, emission, slot, on_tokens)
 
     def completions(self) -> tuple[Completion, ...]:
         return tuple(
-            Completion(token_ids=tuple(tokens), finish_reason=str(reason))
-            for tokens, reason in zip(self._tokens, self._reasons, strict=True)
+            Completion(
+                token_ids=tuple(tokens),
+                finish_reason=str(reason),
+                log_probs=tuple(log_probs),
+            )
+            for tokens, reason, log_probs in zip(
+                self._tokens, self._reasons, self._log_probs, strict=True
+            )
+        )
+
+    def statistics(self) -> statistics_lib.Summary:
+        parts = [*self._past_statistics, jax.device_get(self._state.stats)]
+        return statistics_lib.summarize(
+            jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
         )
 
     def _chunk_sizes(self) -> set[int]:
         length = self._options.chunk_length
-        sizes = {min(len(prompt), length) for prompt in self._prompts}
-        sizes |= {len(prompt) % length or length for prompt in self._prompts}
-        return sizes
+        sizes = [len(request.prompt) for request in self._requests]
+        whole = {min(size, length) for size in sizes}
+        return whole | {size % length or length for size in sizes}
 
     def _prefill_chunk(
         self, slot: int, chunk: list[int], length: int, *, is_last: bool
@@ -297,19 +329,73 @@ class _Batch:
             jnp.array([padded], jnp.int32),
             jnp.array([len(chunk)], jnp.int32),
             jnp.array([is_last]),
+            self._drafter,
             config=self._config,
+            num_log_probs=self._options.num_log_probs,
             implementation=self._options.implementation,
         )
         return output.emission
 
-    def _run_rounds(self) -> verdict_lib.Emission:
+    def _propose(self) -> None:
+        if self._drafter is None:
+            return
+        most = self._options.max_num_drafts
+        if most is None:
+            most = self._drafter.max_drafts
+        self._state = steps.propose(
+            self._params,
+            self._state,
+            self._drafter,
+            jnp.full(self._state.num_slots, most, jnp.int32),
+            config=self._config,
+            limits=self._options.limits,
+            implementation=self._options.implementation,
+        )
+
+    def _run_rounds(self) -> list[verdict_lib.Emission]:
+        """One visit: emissions of one or several rounds, in order."""
+        if self._options.strict or self._options.max_num_drafts is not None:
+            return [self._run_round() for _ in range(self._options.rounds_per_visit)]
         self._state, emission = steps.decode_rounds(
             self._params,
             self._state,
+            self._drafter,
             num_rounds=self._options.rounds_per_visit,
+            config=self._config,
+            accept_rule=self._options.accept_rule,
+            num_log_probs=self._options.num_log_probs,
+            limits=self._options.limits,
+            implementation=self._options.implementation,
+        )
+        return [emission]
+
+    def _run_round(self) -> verdict_lib.Emission:
+        """One round of separate programs."""
+        implementation = self._options.implementation
+        if self._options.strict:
+            implementation = "reference"
+        pending = self._state.proposal
+        verdict = steps.verify_batched(
+            self._params,
+            self._state,
+            pending.drafts,
+            pending.num_drafts,
+            config=self._config,
+            draft_probs=pending.probs,
+            accept_rule=self._options.accept_rule,
+            num_log_probs=self._options.num_log_probs,
+            taps=() if self._drafter is None else self._drafter.taps,
+            implementation=implementation,
+        )
+        self._state, emission = steps.apply_verdict(
+            self._state,
+            verdict,
+            self._params,
+            self._drafter,
             config=self._config,
             implementation=self._options.implementation,
         )
+        self._propose()
         return emission
 
     def _take(
@@ -323,15 +409,42 @@ class _Batch:
 
         `emission` has been fetched from the device.
         """
-        new_tokens = emission.tokens[row, : int(emission.count[row])].tolist()
+        count = int(emission.count[row])
+        new_tokens = emission.tokens[row, :count].tolist()
         self._tokens[slot].extend(new_tokens)
+        self._log_probs[slot].extend(_log_probs_of(emission.log_probs, row, count))
         if emission.finished[row]:
             self._reasons[slot] = _FINISH_REASONS[int(emission.reason[row])]
         if not new_tokens or on_tokens is None:
             return
         if on_tokens(slot, new_tokens) and self._reasons[slot] is None:
             self._reasons[slot] = "stop"
+            self._past_statistics.append(
+                jax.device_get(
+                    jax.tree.map(lambda leaf: leaf[slot : slot + 1], self._state.stats)
+                )
+            )
             self._state = steps.release(self._state, jnp.int32(slot))
+
+
+def _log_probs_of(
+    log_probs: verdict_lib.LogProbs | None, row: int, count: int
+) -> list[TokenLogProbs]:
+    if log_probs is None:
+        return []
+    return [
+        TokenLogProbs(
+            emitted=float(log_probs.emitted[row, place]),
+            top=tuple(
+                zip(
+                    log_probs.top_ids[row, place].tolist(),
+                    log_probs.top[row, place].tolist(),
+                    strict=True,
+                )
+            ),
+        )
+        for place in range(count)
+    ]
 
 
 def _next_power_of_two(size: int) -> int:

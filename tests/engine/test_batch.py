@@ -1,9 +1,12 @@
 """A batch of prompts run to completion gives each prompt what it would get alone."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import pytest
 
 import tiny_models as models
+from metrale_jax import drafters, sampling
 from metrale_jax.engine import batch
 
 FLOAT32 = jnp.dtype(jnp.float32)
@@ -11,20 +14,31 @@ PROMPTS = ([5, 17, 3], [101, 7, 7, 7, 9, 33, 2, 1, 4], [60])
 OPTIONS = batch.BatchOptions(rounds_per_visit=4, chunk_length=8, page_size=8)
 
 
-def run(prompts, sampling, on_tokens=None, config=models.DENSE, options=OPTIONS):
+def run(requests, on_tokens=None, config=models.DENSE, options=OPTIONS, drafter=None):
     return batch.run_batch(
         models.make_params(config),
         config,
-        prompts,
-        sampling,
+        requests,
         dtype=FLOAT32,
+        drafter=drafter,
         options=options,
         on_tokens=on_tokens,
     )
 
 
-def greedy(max_new_tokens, **options):
-    return batch.SamplingParams(max_new_tokens=max_new_tokens, **options)
+def request(prompt, max_new_tokens, **options):
+    return batch.Request(
+        prompt=tuple(prompt),
+        max_new_tokens=max_new_tokens,
+        sampling=sampling.SamplingOptions(**options),
+    )
+
+
+REQUESTS = (
+    request(PROMPTS[0], 6),
+    request(PROMPTS[1], 13, temperature=1.0, seed=2**40 + 3),
+    request(PROMPTS[2], 1),
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +49,7 @@ def together():
         seen.setdefault(index, []).extend(tokens)
         return False
 
-    sampling = [greedy(6), greedy(13, temperature=1.0, seed=2**40 + 3), greedy(1)]
-    return run(PROMPTS, sampling, on_tokens), seen
+    return run(REQUESTS, on_tokens), seen
 
 
 def test_each_prompt_gets_its_limit(together):
@@ -72,8 +85,7 @@ def test_the_caller_can_end_a_sequence(together):
     def on_tokens(index, tokens):
         return index == 1
 
-    sampling = [greedy(6), greedy(13, temperature=1.0, seed=2**40 + 3), greedy(1)]
-    result = run(PROMPTS, sampling, on_tokens)
+    result = run(REQUESTS, on_tokens)
     assert result.completions[0] == expected.completions[0]
     assert result.completions[1].finish_reason == "stop"
     assert result.completions[1].token_ids == expected.completions[1].token_ids[:1]
@@ -83,7 +95,7 @@ def test_the_context_ends_a_sequence():
     config = models.DENSE
     prompt = [3] * (config.max_position - 2)
     options = batch.BatchOptions(rounds_per_visit=4, chunk_length=256, page_size=8)
-    result = run([prompt], [greedy(50)], options=options)
+    result = run([request(prompt, 50)], options=options)
     assert len(result.completions[0].token_ids) == 2
     assert result.completions[0].finish_reason == "length"
 
@@ -100,7 +112,7 @@ def test_the_context_ends_a_sequence():
 )
 def test_bad_prompts_are_refused(prompts, message):
     with pytest.raises(ValueError, match=message):
-        run(prompts, [greedy(1)] * len(prompts))
+        run([request(prompt, 1) for prompt in prompts])
 
 
 @pytest.mark.parametrize(
@@ -122,11 +134,56 @@ def test_bad_prompts_are_refused(prompts, message):
 )
 def test_bad_sampling_is_refused(name, value):
     with pytest.raises(ValueError, match=name):
-        batch.SamplingParams(**(dict(max_new_tokens=1) | {name: value}))
+        request([1], **(dict(max_new_tokens=1) | {name: value}))
 
 
-def test_counts_must_agree():
-    with pytest.raises(ValueError, match="one entry per prompt"):
-        run([[1], [2]], [greedy(1)])
+def test_bad_options_are_refused():
     with pytest.raises(ValueError, match="power of two"):
         batch.BatchOptions(chunk_length=12)
+    with pytest.raises(ValueError, match="implementation"):
+        batch.BatchOptions(strict=True, implementation="xla")
+
+
+# A text that repeats itself, so that something is found; and one that does not.
+REPETITIVE = (
+    request([7, 8, 9, 7, 8, 9, 7, 8], 20),
+    request(PROMPTS[1], 20, temperature=1.0, seed=5),
+)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["default", "strict"])
+def test_drafts_change_no_token(strict):
+    drafter = drafters.NGramDrafter(num_drafts=3, min_match=1)
+    options = dataclasses.replace(OPTIONS, strict=strict, num_log_probs=2)
+    plain_options = dataclasses.replace(options, max_num_drafts=0)
+    drafted = run(REPETITIVE, options=options, drafter=drafter)
+    plain = run(REPETITIVE, options=plain_options, drafter=drafter)
+    for with_drafts, without in zip(
+        drafted.completions, plain.completions, strict=True
+    ):
+        assert with_drafts.token_ids == without.token_ids
+        assert len(with_drafts.log_probs) == len(with_drafts.token_ids)
+        for one, other in zip(with_drafts.log_probs, without.log_probs, strict=True):
+            assert [token for token, _ in one.top] == [token for token, _ in other.top]
+            assert one.emitted == pytest.approx(other.emitted, abs=1e-4)
+            if strict:
+                assert one == other
+    assert drafted.statistics.drafted > 0
+    assert drafted.statistics.num_tokens == plain.statistics.num_tokens == 38
+    assert plain.statistics.drafted == 0
+    assert plain.statistics.mean_accepted_length == 1.0
+
+
+def test_counters_survive_a_release():
+    drafter = drafters.NGramDrafter(num_drafts=3, min_match=1)
+    seen = [0, 0]
+
+    def on_tokens(index, tokens):
+        seen[index] += len(tokens)
+        return index == 0 and seen[0] >= 5
+
+    options = dataclasses.replace(OPTIONS, num_log_probs=2, max_num_drafts=3)
+    result = run(REPETITIVE, on_tokens, options=options, drafter=drafter)
+    assert result.completions[0].finish_reason == "stop"
+    # What a visit emitted beyond the caller's stop was emitted by rounds all the same.
+    assert result.statistics.num_tokens >= sum(seen) - 2
