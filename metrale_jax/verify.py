@@ -150,8 +150,8 @@ def judge(
         # Rows past the offered drafts hold padding and decide nothing.
         counts = row_index[None, :] <= num_drafts[:, None]
         is_good = jnp.all(jnp.isfinite(logits), axis=-1) | ~counts
-        # Behind the first wrong draft nothing is picked, so a mask may leave no token.
-        is_reached = row_index[None, :] <= num_accepted[:, None]
+        # Where nothing is picked any more, a mask may leave no token.
+        is_reached = _is_reached(drafts, num_accepted, config.end_token_ids)
         is_good &= jnp.any(ruled > -jnp.inf, axis=-1) | ~is_reached
         log_probs = None
         if num_log_probs is not None:
@@ -252,6 +252,18 @@ def _num_leading(
     offered = hits & (_columns(hits) < num_drafts[:, None])
     leading = jnp.cumprod(offered.astype(jnp.int32), axis=1)
     return jnp.sum(leading, axis=1, dtype=jnp.int32)
+
+
+def _is_reached(
+    drafts: Int32[Array, "B J"],
+    num_accepted: Int32[Array, " B"],
+    end_token_ids: tuple[int, ...],
+) -> Bool[Array, "B K"]:
+    """Rows that plain decoding comes to: behind accepted drafts, none an end token."""
+    ids = jnp.array(end_token_ids, jnp.int32).reshape(1, 1, -1)
+    ends = jnp.any(drafts[:, :, None] == ids, axis=-1)
+    num_before = jnp.pad(jnp.cumsum(ends.astype(jnp.int32), axis=1), ((0, 0), (1, 0)))
+    return (_columns(num_before) <= num_accepted[:, None]) & (num_before == 0)
 
 
 def _at_row(values: Int32[Array, "B K"], row: Int32[Array, " B"]) -> Int32[Array, " B"]:

@@ -471,6 +471,20 @@ def test_a_row_without_a_token_fails_its_slot_only_if_it_is_reached(
     assert judgement.is_finite.tolist() == [num_right < empty_row, True, True, True]
 
 
+def test_no_row_behind_an_accepted_end_token_is_reached():
+    """A grammar is complete there; plain decoding has stopped."""
+    masks = np.ones((NUM_ROWS, VOCAB_SIZE), bool)
+    masks[1] = np.arange(VOCAB_SIZE) == END_TOKENS[1]
+    masks[2:] = False
+    judgement = judge([9, END_TOKENS[1], 7], NUM_DRAFTS, masks)
+    assert judgement.num_accepted[0] == 2
+    assert judgement.is_finite.all()
+    masks[1] = np.arange(VOCAB_SIZE) == 8
+    judgement = judge([9, 8, 7], NUM_DRAFTS, masks)
+    assert judgement.num_accepted[0] == 2
+    assert judgement.is_finite.tolist() == [False, True, True, True]
+
+
 # --- Rounds with drafts, of the real steps.
 
 TARGET_END_TOKENS = (7, 120)
