@@ -207,21 +207,18 @@ def _match_lengths(
     """How many tokens up to each position equal the last ones of the row's text.
 
     Where a match leaves the row's range, or is longer than makes a difference, the
-    number is some one beyond that.
+    number is some one beyond that; from the row's last token on it means nothing.
     """
     first = _match_row_0(text, history, sampling)
-    position = jnp.arange(text.shape[1], dtype=jnp.int32)[None, :]
-    rows = jnp.arange(1, history.drafts.shape[1] + 1, dtype=jnp.int32)
 
-    def extend(matches: Array, draft_of_row: tuple[Array, Array]) -> tuple:
-        row, draft = draft_of_row
+    def extend(matches: Array, draft: Array) -> tuple[Array, Array]:
+        # The new last token ends a match where the text has it behind an old match.
         draft = draft[:, None]
         is_same = (text == draft) & ~_is_breaker(draft, sampling.dry_breakers)
-        is_same &= position + 1 < history.length[:, None] + row
         matches = jnp.where(is_same, _shift(matches, 1) + 1, 0)
         return matches, matches
 
-    _, others = jax.lax.scan(extend, first, (rows, history.drafts.T))
+    _, others = jax.lax.scan(extend, first, history.drafts.T)
     return jnp.concatenate([first[:, None], jnp.moveaxis(others, 0, 1)], axis=1)
 
 

@@ -57,9 +57,10 @@ class Sampling:
       dry_multiplier: f32[B]; 0 switches the DRY penalty off.
       dry_base: f32[B]; each token of a match beyond the allowed length multiplies the
         penalty by it.
-      dry_allowed_length: i32[B], longest repeated run that costs nothing yet.
+      dry_allowed_length: i32[B], shortest repeated run that costs anything.
       dry_range: i32[B], newest tokens that DRY looks at; 0 is all.
-      dry_breakers: i32[B, 8], tokens over which no match extends; `NO_TOKEN` elsewhere.
+      dry_breakers: i32[B, 8], tokens that end a match and are not penalised by it;
+        `NO_TOKEN` elsewhere.
       bias_ids: i32[B, N], tokens whose logit is moved.
       bias_values: f32[B, N], by how much; 0 in unused places, -inf bans.
       min_new_tokens: i32[B], output tokens before which no end token is picked.
@@ -182,9 +183,6 @@ class SamplingOptions:
                 f"`dry_breakers` must hold at most {MAX_DRY_BREAKERS} tokens, got "
                 f"{len(self.dry_breakers)}."
             )
-
-
-GREEDY = SamplingOptions()
 
 
 def make_sampling(
@@ -322,3 +320,7 @@ def _allowed_words(
             "`allowed_token_ids` and `banned_token_ids` leave no token to pick."
         )
     return pack_mask(is_allowed)
+
+
+# Down here because making it runs the checks above.
+GREEDY = SamplingOptions()
