@@ -86,17 +86,45 @@ def make_drafter(seed=1, own=False, raw=(), **options):
         config = dataclasses.replace(
             config, has_embedding=True, has_head=True, has_mask_embedding=True
         )
-    params = dflash_params.init_dflash_params(config, rng_key=jax.random.key(seed))
+    params = random_params(shape_of(config), seed)
     return dflash.DFlashDrafter(params, config, NUM_DRAFTS, **options)
+
+
+def shape_of(config):
+    """The config with what changes no shape set to one value: compiled programs that
+    do not read it serve all."""
+    return dataclasses.replace(
+        config,
+        layers=(FULL,) * config.num_layers,
+        window=None,
+        is_causal=None,
+        max_position=256,
+        input_embedding_scale=1.0,
+        output_multiplier=1.0,
+        final_logit_softcapping=None,
+    )
+
+
+@functools.cache
+def random_params(config, seed):
+    return dflash_params.init_dflash_params(config, rng_key=jax.random.key(seed))
 
 
 def make_own_drafter():
     return make_drafter(own=True, raw=OWN, draft_sampling="sampled", num_candidates=2)
 
 
+def append(drafter, *arguments, as_chunk):
+    """Appends rows [B, T, taps * M], by a round's path or by a prompt's.
+
+    What a layer may see, and how logits are made, is nothing to the context.
+    """
+    drafter = drafter.replace(config=shape_of(drafter.config))
+    return _append(drafter, *arguments, as_chunk=as_chunk)
+
+
 @functools.partial(jax.jit, static_argnames="as_chunk")
-def append(drafter, params, state, streams, start, count, as_chunk):
-    """Appends rows [B, T, taps * M], by a round's path or by a prompt's."""
+def _append(drafter, params, state, streams, start, count, as_chunk):
     taps = tuple(jnp.split(streams, len(TAPS), axis=-1))
     unused = jnp.zeros((*streams.shape[:2], TARGET.hidden_size), jnp.float32)
     tokens = jnp.zeros(streams.shape[:2], jnp.int32)
@@ -172,7 +200,7 @@ def extend(drafter, state, streams, lengths, width, as_chunk=True):
             jnp.asarray(piece),
             jnp.asarray(start, jnp.int32),
             jnp.asarray(count, jnp.int32),
-            as_chunk,
+            as_chunk=as_chunk,
         )
         state = state.replace(
             drafter=caches, length=jnp.asarray(start + count, jnp.int32)
@@ -365,6 +393,21 @@ def _fill_beyond(state, value, array):
     return jnp.asarray(filled)
 
 
+def test_random_parameters_are_what_the_description_says():
+    drafter = make_own_drafter()
+    specs = dflash_params.describe_dflash_params(drafter.config, dtype=jnp.float32)
+    assert jax.tree.structure(specs) == jax.tree.structure(drafter.params)
+    for (path, spec), leaf in zip(
+        jax.tree.leaves_with_path(specs), jax.tree.leaves(drafter.params), strict=True
+    ):
+        assert (leaf.shape, leaf.dtype) == (spec.shape, spec.dtype)
+        if jax.tree_util.keystr(path).endswith("norm"):
+            # Plain norms multiply: around 0 they would put out the signal.
+            assert 0.8 < leaf.mean() < 1.2
+    tokens = np.arange(NUM_OWN_TOKENS) + np.asarray(drafter.params.d2t)
+    assert tokens.tolist() == OWN_TOKENS
+
+
 def test_proposing_stores_nothing_and_repeats():
     drafter = make_drafter(raw=VARIANTS["mixed"])
     state = make_context(drafter, random_streams(), (9, 16, 24))
@@ -543,7 +586,8 @@ def test_options_out_of_range(options, message):
 
 
 def test_a_drafter_of_another_target_is_refused():
-    drafter = jax.eval_shape(lambda: make_drafter(raw=dict(hidden_size=32)))
+    other = dflash_config.parse_dflash_config(RAW | dict(hidden_size=32))
+    drafter = make_drafter().replace(config=other)
     with pytest.raises(ValueError, match="`hidden_size` of the drafter"):
         models.make_state(TARGET, drafter)
 
@@ -611,20 +655,23 @@ def output_of(batch, slot):
 
 
 @functools.cache
-def plain_tokens(slot):
-    batch = models.start(
-        target_params(),
-        TARGET,
-        models.make_state(TARGET),
-        slot,
-        PROMPTS[slot],
-        seed=slot,
-        allowed_token_ids=OWN_TOKENS,
-        **SAMPLING[slot],
-    )
-    while bool(batch.active[slot]):
-        batch = models.decode(target_params(), TARGET, batch, 1)
-    return output_of(batch, slot)
+def plain_tokens():
+    """What plain decoding emits in each slot, to the end."""
+    batch = models.make_state(TARGET)
+    for slot, options in enumerate(SAMPLING):
+        batch = models.start(
+            target_params(),
+            TARGET,
+            batch,
+            slot,
+            PROMPTS[slot],
+            seed=slot,
+            allowed_token_ids=OWN_TOKENS,
+            **options,
+        )
+    batch = models.decode(target_params(), TARGET, batch, models.MAX_LENGTH)
+    assert not batch.active.any()
+    return [output_of(batch, slot) for slot in range(NUM_SLOTS)]
 
 
 def test_a_batch_emits_what_plain_decoding_emits(own):
@@ -639,9 +686,9 @@ def test_a_batch_emits_what_plain_decoding_emits(own):
         beside |= bool(past.any() and np.asarray(num_drafts)[~past].any())
     # A slot past it went on beside one that still had drafts.
     assert beside
-    for slot in range(NUM_SLOTS):
-        assert output_of(batch, slot) == plain_tokens(slot)
-        assert len(plain_tokens(slot)) == models.MAX_LENGTH - len(PROMPTS[slot])
+    for slot, tokens in enumerate(plain_tokens()):
+        assert output_of(batch, slot) == tokens
+        assert len(tokens) == models.MAX_LENGTH - len(PROMPTS[slot])
     drafted, accepted = int(batch.stats.drafted.sum()), int(batch.stats.accepted.sum())
     assert 0 < accepted < drafted
     # Rejections and whole blocks both occur.
