@@ -50,7 +50,7 @@ class ScriptedDrafter:
         return state.drafter
 
     def commit(self, params, state, rows, *, config, implementation) -> Any:
-        return state.drafter + (rows.count > 0)
+        return state.drafter + (rows.count > 0).astype(jnp.int32)
 
     def propose(self, params, state, *, config, implementation) -> proposal.Proposal:
         round_index = (state.drafter % self.offered.shape[1])[:, None]

@@ -155,19 +155,35 @@ def slot_values(
         "tokens": np.asarray(sequences.tokens[slot, : length + 1]),
         "hidden": np.asarray(sequences.hidden[slot]),
     }
-    pages = np.asarray(sequences.page_table[slot])
     for index, layer in enumerate(sequences.layers):
         match layer:
             case state.KVCache():
-                for name in ("keys", "values"):
-                    paged = np.asarray(getattr(layer, name))
-                    rows = paged[pages[pages < paged.shape[0]]].reshape(
-                        -1, *paged.shape[2:]
-                    )
-                    values[f"{index}.{name}"] = rows[:length]
+                values |= _committed_rows(sequences, layer, slot, f"{index}")
             case state.RecurrentState():
                 values[f"{index}.matrix"] = fold_by_hand(sequences, layer, slot)
                 values[f"{index}.conv_state"] = np.asarray(layer.conv_state[slot])
+    for path, node in jax.tree.leaves_with_path(
+        sequences.drafter, is_leaf=lambda node: isinstance(node, state.KVCache)
+    ):
+        name = f"drafter{jax.tree_util.keystr(path)}"
+        if isinstance(node, state.KVCache):
+            values |= _committed_rows(sequences, node, slot, name)
+        elif jnp.issubdtype(node.dtype, jnp.floating):
+            # Integers count rounds, of which plain decoding has more.
+            values[name] = np.asarray(node[slot])
+    return values
+
+
+def _committed_rows(
+    sequences: state.SequenceState, cache: state.KVCache, slot: int, name: str
+) -> dict[str, np.ndarray]:
+    length = int(sequences.length[slot])
+    pages = np.asarray(sequences.page_table[slot])
+    values = {}
+    for part in ("keys", "values"):
+        paged = np.asarray(getattr(cache, part))
+        rows = paged[pages[pages < paged.shape[0]]].reshape(-1, *paged.shape[2:])
+        values[f"{name}.{part}"] = rows[:length]
     return values
 
 
