@@ -244,7 +244,7 @@ def oracle_logits(raw, tensors, streams, last_token, params=None):
 
 def assert_agrees(proposal, slot, logits):
     """A greedy proposal is what logits [J, V] say."""
-    log_probs = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+    log_probs = _log_softmax(logits)
     order = np.argsort(-logits, axis=-1, kind="stable")
     # What rounding might swap would say nothing about the code.
     best = np.take_along_axis(logits, order[:, :2], axis=-1)
@@ -372,6 +372,9 @@ def test_rows_that_are_not_committed_leave_no_bit():
     for garbage in (7.0, np.nan):
         state, proposal = run(garbage)
         jax.tree.map(np.testing.assert_array_equal, proposal, expected)
+        # What is not committed was not written either.
+        for array in jax.tree.leaves(state.drafter):
+            np.testing.assert_array_equal(array, _fill_beyond(state, garbage, array))
         for slot in range(NUM_SLOTS):
             for actual, rows in zip(
                 context_rows(state, slot),
@@ -477,24 +480,36 @@ def test_own_head_of_a_part_of_the_vocabulary(tmp_path):
     np.testing.assert_array_equal(
         proposal.probs.probs, np.eye(VOCAB_SIZE, dtype=np.float32)[ids]
     )
-    # At temperature 1 the distribution is the drafter's own, and the drafts follow it.
+    # A sampled slot's drafts follow the warped distribution; their log-probabilities
+    # are those before.
+    temperature = 0.5
     sampling = dataclasses.replace(
-        state.sampling, temperature=jnp.ones(NUM_SLOTS, jnp.float32)
+        state.sampling, temperature=jnp.full(NUM_SLOTS, temperature, jnp.float32)
     )
     sampled = propose(drafter, target_params(), state.replace(sampling=sampling))
-    probs = np.asarray(sampled.probs.probs)
-    drawn = np.take_along_axis(probs, np.asarray(sampled.drafts)[..., None], -1)[..., 0]
-    np.testing.assert_allclose(
-        np.log(drawn), sampled.log_probs, rtol=0, atol=ABSOLUTE_TOLERANCE
-    )
+    drafts = np.asarray(sampled.drafts)
+    assert set(drafts.ravel().tolist()) <= set(OWN_TOKENS)
     for slot, length in enumerate(lengths):
         logits = oracle_logits(
             RAW | OWN, tensors, streams[slot, :length], last_tokens[slot]
         )
-        expected = np.exp(logits - np.logaddexp.reduce(logits, -1, keepdims=True))
+        log_probs = _log_softmax(logits)
         np.testing.assert_allclose(
-            probs[slot], expected, rtol=0, atol=ABSOLUTE_TOLERANCE
+            sampled.log_probs[slot],
+            np.take_along_axis(log_probs, drafts[slot][:, None], axis=-1)[:, 0],
+            rtol=0,
+            atol=ABSOLUTE_TOLERANCE,
         )
+        np.testing.assert_allclose(
+            sampled.probs.probs[slot],
+            np.exp(_log_softmax(logits / temperature)),
+            rtol=0,
+            atol=ABSOLUTE_TOLERANCE,
+        )
+
+
+def _log_softmax(logits):
+    return logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
 
 
 def test_own_head_with_more_rows_than_the_target_has_tokens(tmp_path):
