@@ -10,7 +10,6 @@ not be run, and one line on stderr says why.
 import dataclasses
 import io
 import json
-import os
 import pathlib
 import sys
 import time
@@ -20,6 +19,7 @@ from typing import NamedTuple
 import drafter_flags
 import jax
 import jax.numpy as jnp
+import launcher
 import rich.console
 from absl import app, flags, logging
 
@@ -121,19 +121,6 @@ _STATS_JSON = flags.DEFINE_string("stats_json", None, "File to write timings to.
 _CHECK_FINITE = flags.DEFINE_bool(
     "check_finite", False, "Refuse weights that hold NaN or infinity."
 )
-_COMPILATION_CACHE = flags.DEFINE_string(
-    "compilation_cache",
-    None,
-    "Folder for compiled programs; by default one in the user's cache, readable by "
-    "nobody else. Empty switches it off.",
-)
-
-
-_HELP_FLAGS = ("help", "helpshort", "helpfull", "helpxml", "?")
-
-
-class _UsageError(Exception):
-    """The request can't be run; the message is one line for the user."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,17 +142,20 @@ class Request:
 
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
-        _exit(f"Unexpected arguments {argv[1:]}; a prompt is given as --prompt=TEXT.")
+        launcher.exit_with_line(
+            argv[0],
+            f"Unexpected arguments {argv[1:]}; a prompt is given as --prompt=TEXT.",
+        )
     logging.set_verbosity(logging.WARNING)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Whatever the locale says: a model's text may hold any character.
         sys.stdout.reconfigure(encoding="utf-8")
     try:
         if not _CHECKPOINT.value:
-            raise _UsageError(
+            raise launcher.UsageError(
                 "--checkpoint is missing; give a folder or a Hugging Face id."
             )
-        _use_compilation_cache(_COMPILATION_CACHE.value)
+        launcher.use_compilation_cache()
         run(
             checkpoint=_CHECKPOINT.value,
             revision=_REVISION.value,
@@ -174,15 +164,11 @@ def main(argv: Sequence[str]) -> None:
         )
     # What the library raises for a bad request; anything else is our bug and is shown
     # as such.
-    except (_UsageError, ValueError, NotImplementedError, OSError) as error:
-        _exit(str(error))
+    except (launcher.UsageError, ValueError, NotImplementedError, OSError) as error:
+        launcher.exit_with_line(argv[0], str(error))
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        _exit(
-            f"The device's memory is too small: {str(error).splitlines()[0]} "
-            "Lower --batch_size or --max_new_tokens."
-        )
+        way_out = "Lower --batch_size or --max_new_tokens."
+        launcher.exit_with_line(argv[0], launcher.memory_line(error, way_out))
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -487,19 +473,23 @@ def _summary_line(stats: dict[str, object]) -> str:
 def _read_request() -> Request:
     prompts = [*_PROMPT.value, *_read_prompt_file(_PROMPT_FILE.value)]
     if not prompts:
-        raise _UsageError("No prompt; give --prompt=TEXT or --prompt_file=PATH.")
+        raise launcher.UsageError(
+            "No prompt; give --prompt=TEXT or --prompt_file=PATH."
+        )
     for index, prompt in enumerate(prompts):
         if not prompt:
-            raise _UsageError(f"Prompt {index} is empty; give at least one character.")
+            raise launcher.UsageError(
+                f"Prompt {index} is empty; give at least one character."
+            )
     last_seed = _SEED.value + len(prompts) - 1
     if not 0 <= _SEED.value <= last_seed < 2**64:
-        raise _UsageError(
+        raise launcher.UsageError(
             f"--seed={_SEED.value} must leave every prompt a seed in 0..2**64-1."
         )
     if _LOG_PROBS.value is not None and _OUTPUT.value != "jsonl":
-        raise _UsageError("--log_probs needs --output=jsonl.")
+        raise launcher.UsageError("--log_probs needs --output=jsonl.")
     drafter_flags.check_flags()
-    _check_writable(_STATS_JSON.value)
+    launcher.check_writable("stats_json", _STATS_JSON.value)
     dtype = _DTYPE.value
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
@@ -537,7 +527,7 @@ def _read_request() -> Request:
 
 def _read_max_new_tokens() -> int:
     if _MAX_NEW_TOKENS.value < 1:
-        raise _UsageError(
+        raise launcher.UsageError(
             f"--max_new_tokens must be at least 1, got {_MAX_NEW_TOKENS.value}."
         )
     return _MAX_NEW_TOKENS.value
@@ -548,19 +538,9 @@ def _parse_bias(text: str) -> tuple[int, float]:
     try:
         return int(token), float(value)
     except ValueError:
-        raise _UsageError(
+        raise launcher.UsageError(
             f"--logit_bias={text} must be TOKEN_ID:NUMBER, as in 42:-1.5."
         ) from None
-
-
-def _check_writable(path: str | None) -> None:
-    """Refuses an impossible path before the work rather than after it."""
-    if path is None:
-        return
-    if pathlib.Path(path).is_dir() or not pathlib.Path(path).absolute().parent.is_dir():
-        raise _UsageError(
-            f"--stats_json={path} must be a file in a folder that exists."
-        )
 
 
 def _read_prompt_file(path: str | None) -> list[str]:
@@ -569,7 +549,9 @@ def _read_prompt_file(path: str | None) -> list[str]:
     try:
         content = pathlib.Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise _UsageError(f"--prompt_file={path} is not UTF-8 text: {error}.") from None
+        raise launcher.UsageError(
+            f"--prompt_file={path} is not UTF-8 text: {error}."
+        ) from None
     if not path.endswith(".jsonl"):
         return [content]
     prompts = []
@@ -580,53 +562,16 @@ def _read_prompt_file(path: str | None) -> list[str]:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise _UsageError(f"{path}:{number} is not JSON: {error}.") from None
+            raise launcher.UsageError(
+                f"{path}:{number} is not JSON: {error}."
+            ) from None
         if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
-            raise _UsageError(f'{path}:{number} must be an object {{"prompt": TEXT}}.')
+            raise launcher.UsageError(
+                f'{path}:{number} must be an object {{"prompt": TEXT}}.'
+            )
         prompts.append(record["prompt"])
     return prompts
 
 
-def _use_compilation_cache(folder: str | None) -> None:
-    """Compiled programs are code: the default folder is private to the user."""
-    if folder == "":
-        return
-    if folder is None:
-        base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-        folder = str(pathlib.Path(base) / "metrale_jax" / "compiled")
-        try:
-            os.makedirs(folder, mode=0o700, exist_ok=True)
-        except OSError as error:
-            raise _UsageError(
-                f"The cache of compiled programs can't be made: {error}. Give "
-                "--compilation_cache=FOLDER, or an empty one for none."
-            ) from None
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
-def _exit(message: str) -> None:
-    print("generate.py: " + " ".join(message.split()), file=sys.stderr)
-    sys.exit(1)
-
-
-def _parse_flags(argv: list[str]) -> list[str]:
-    """Like absl's own parser, with one line and exit code 1 for a bad flag."""
-    try:
-        return (
-            app.parse_flags_with_usage(argv) if _asks_help(argv) else flags.FLAGS(argv)
-        )
-    except flags.Error as error:
-        _exit(f"{error} See --help.")
-        return []
-
-
-def _asks_help(argv: list[str]) -> bool:
-    return any(
-        argument.startswith("-") and argument.strip("-") in _HELP_FLAGS
-        for argument in argv[1:]
-    )
-
-
 if __name__ == "__main__":
-    app.run(main, flags_parser=_parse_flags)
+    app.run(main, flags_parser=launcher.parse_flags)

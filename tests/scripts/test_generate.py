@@ -1,93 +1,40 @@
 """generate.py as a user meets it: what it prints, and how it refuses."""
 
-import importlib.util
 import json
-import pathlib
 import shutil
 
 import jax
 import jax.numpy as jnp
 import pytest
 import tokenizers
-from absl import flags
-from absl.testing import flagsaver
-from tokenizers import decoders, pre_tokenizers, trainers
-from tokenizers import models as tokenizer_models
 
-import tiny_models as models
 from metrale_jax import checkpoint
 
-SCRIPT = pathlib.Path(__file__).parents[2] / "scripts" / "generate.py"
-TEXT = "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1)\n" * 20
 
-
-@pytest.fixture(scope="session")
-def generate_module():
-    spec = importlib.util.spec_from_file_location("generate", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory):
-    """A checkpoint as a user has one: config, weights, tokenizer."""
-    folder = tmp_path_factory.mktemp("checkpoint") / "model"
-    raw = models.RAW_DENSE | dict(vocab_size=300, eos_token_id=0)
-    config_path = tmp_path_factory.mktemp("raw") / "config.json"
-    config_path.write_text(json.dumps(raw))
-    config, raw = checkpoint.read_config(config_path.parent)
-    params = models.make_params(config)
-    checkpoint.save_checkpoint(folder, params, raw, config)
-    tokenizer = tokenizers.Tokenizer(tokenizer_models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([TEXT], trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
+@pytest.fixture(scope="module")
+def generate_module(load_script):
+    return load_script("generate")
 
 
 @pytest.fixture
-def run(generate_module, capsys):
+def run(generate_module, run_script):
     """Runs the script's main with flags; returns (exit code, stdout, stderr)."""
-
-    def run_with(*arguments):
-        argv = ["generate.py", "--compilation_cache=", *map(str, arguments)]
-        saved = flagsaver.save_flag_values()
-        code = 0
-        try:
-            generate_module.main(generate_module._parse_flags(argv))
-        except SystemExit as exit:
-            code = exit.code
-        finally:
-            flagsaver.restore_flag_values(saved)
-            flags.FLAGS.unparse_flags()
-        output = capsys.readouterr()
-        return code, output.out, output.err
-
-    return run_with
+    return lambda *arguments: run_script(generate_module, *arguments)
 
 
 @pytest.fixture(scope="session")
-def jsonl(generate_module, folder, tmp_path_factory):
+def jsonl(folder, tmp_path_factory):
     """Three prompts, two of which run together; records and statistics."""
     stats = tmp_path_factory.mktemp("stats") / "stats.json"
     prompts = ["def", "return n", "é✓ 🙂"]
-    argv = ["generate.py", "--compilation_cache=", f"--checkpoint={folder}"]
-    argv += [f"--prompt={prompt}" for prompt in prompts]
+    argv = [f"--checkpoint={folder}", *[f"--prompt={prompt}" for prompt in prompts]]
     argv += ["--max_new_tokens=9", "--batch_size=2", "--output=jsonl"]
     return prompts, [*argv, f"--stats_json={stats}"], stats
 
 
 def test_jsonl_is_in_the_order_given(run, jsonl, folder):
     prompts, argv, stats_path = jsonl
-    code, out, _ = run(*argv[2:])
+    code, out, _ = run(*argv)
     assert code == 0
     records = [json.loads(line) for line in out.splitlines()]
     assert [record["prompt"] for record in records] == prompts
