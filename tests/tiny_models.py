@@ -13,6 +13,7 @@ from metrale_jax import sampling, state, steps
 from metrale_jax.axes import Array
 from metrale_jax.drafters import protocol
 from metrale_jax.model import params as params_lib
+from pallas_kernels import gated_delta
 
 VOCAB_SIZE = 128
 
@@ -147,7 +148,11 @@ def decode(
 def slot_values(
     sequences: state.SequenceState, config: config_lib.ModelConfig, slot: int
 ) -> dict[str, np.ndarray]:
-    """Everything of a slot that counts, folded and cut to its length, by name."""
+    """Everything of a slot that counts, folded and cut to its length, by name.
+
+    Pending rows are folded in numpy. `fold_pending` before this leaves it none, which
+    compares bits: numpy rounds a product before it adds, compiled code may not.
+    """
     length = int(sequences.length[slot])
     values = {
         "length": np.asarray(sequences.length[slot]),
@@ -172,6 +177,27 @@ def slot_values(
             # Integers count rounds, of which plain decoding has more.
             values[name] = np.asarray(node[slot])
     return values
+
+
+@jax.jit
+def fold_pending(sequences: state.SequenceState) -> state.SequenceState:
+    """Folds the pending rows by the reference recurrence."""
+
+    def fold(layer: state.LayerState) -> state.LayerState:
+        if isinstance(layer, state.KVCache):
+            return layer
+        matrix = gated_delta.fold(
+            layer.recurrent_state,
+            layer.pending,
+            sequences.num_pending,
+            implementation="reference",
+        )
+        return layer.replace(recurrent_state=matrix)
+
+    return sequences.replace(
+        num_pending=jnp.zeros_like(sequences.num_pending),
+        layers=tuple(map(fold, sequences.layers)),
+    )
 
 
 def _committed_rows(

@@ -1,4 +1,9 @@
-"""Verify attention over the whole page table at once: the definition."""
+"""Verify attention over the whole page table at once: the definition.
+
+Every key stands at its own position, whether it comes from a page or is a new row, so
+that a sum over keys adds the same numbers in the same places before and after a row is
+committed: what a query gets has the same bits, however the rows were cut into calls.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +25,8 @@ def verify_attention(
 ) -> jax.Array:
     """See `api.verify_attention`."""
     group_size = queries.shape[2] // keys.shape[2]
-    all_keys = _gather(key_pages, page_table, keys, group_size)  # [B, S + K, H, D]
-    all_values = _gather(value_pages, page_table, values, group_size)
+    all_keys = _by_position(key_pages, page_table, keys, lengths, group_size)
+    all_values = _by_position(value_pages, page_table, values, lengths, group_size)
     visible = _visible(
         page_table,
         lengths,
@@ -50,36 +55,31 @@ def verify_attention(
     return outputs.astype(queries.dtype)
 
 
-def _gather(pages, page_table, rows, group_size):
+def _by_position(pages, page_table, rows, lengths, group_size):
     """Lays out prefix and new rows as float32[B, S + K, H, D], by query head."""
-    batch = page_table.shape[0]
+    batch, num_rows = rows.shape[:2]
     prefix = pages.at[page_table].get(mode="clip")  # [B, pages, page, Hkv, D]
     prefix = prefix.reshape(batch, -1, *pages.shape[2:])
-    everything = jnp.concatenate([prefix, rows], axis=1).astype(jnp.float32)
+    padded = jnp.pad(prefix, [(0, 0), (0, num_rows), (0, 0), (0, 0)])
+    slot = jnp.arange(batch)[:, None]
+    position = lengths[:, None] + jnp.arange(num_rows)[None, :]
+    everything = padded.at[slot, position].set(rows).astype(jnp.float32)
     return jnp.repeat(everything, group_size, axis=2)
 
 
 def _visible(
     page_table, lengths, *, num_pages, page_size, num_rows, window, causal
 ) -> jax.Array:
-    """Returns bool[B, K, S + K]: whether row i sees the prefix position or new row."""
-    row = jnp.arange(num_rows)
-    query = lengths[:, None] + row[None, :]  # [B, K]
-    position = jnp.arange(page_table.shape[1] * page_size)
+    """Returns bool[B, K, S + K]: whether row i sees the key at each position."""
     is_held = jnp.repeat(page_table < num_pages, page_size, axis=1)
-    in_prefix = is_held & (position[None, :] < lengths[:, None])  # [B, S]
-    among_rows = (row[None, :] <= row[:, None]) | (not causal)  # [K, K]
-    batch, size = in_prefix.shape
-    visible = jnp.concatenate(
-        [
-            jnp.broadcast_to(in_prefix[:, None], (batch, num_rows, size)),
-            jnp.broadcast_to(among_rows[None], (batch, num_rows, num_rows)),
-        ],
-        axis=2,
-    )
+    is_held = jnp.pad(is_held, [(0, 0), (0, num_rows)])
+    position = jnp.arange(is_held.shape[1])[None, None, :]
+    length = lengths[:, None, None]
+    query = length + jnp.arange(num_rows)[None, :, None]
+    in_prefix = is_held[:, None, :] & (position < length)
+    among_rows = (position >= length) & (position < length + num_rows)
+    among_rows &= (position <= query) | (not causal)
+    visible = in_prefix | among_rows
     if window is None:
         return visible
-    key = jnp.concatenate(
-        [jnp.broadcast_to(position[None, :], (batch, size)), query], axis=1
-    )
-    return visible & (jnp.abs(query[:, :, None] - key[:, None, :]) < window)
+    return visible & (jnp.abs(query - position) < window)
