@@ -60,6 +60,11 @@ def drafter_kind() -> str:
     return _DRAFTER.value
 
 
+def num_drafts() -> int | None:
+    """What --num_drafts says; None if it is not given."""
+    return _NUM_DRAFTS.value
+
+
 def is_mtp() -> bool:
     """Whether the target must be loaded with its multi-token-prediction head."""
     return _DRAFTER.value == "mtp" and _DRAFTER_CHECKPOINT.value is None

@@ -74,11 +74,11 @@ def use_compilation_cache() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def memory_line(error: jax.errors.JaxRuntimeError, way_out: str) -> str:
-    """Returns a line for an error that says the device's memory is too small.
+def memory_line(error: Exception, way_out: str) -> str:
+    """Returns a line for jax's error that says the device's memory is too small.
 
     Raises:
-      JaxRuntimeError: `error` itself, if it is any other.
+      Exception: `error` itself, if it is any other.
     """
     if "RESOURCE_EXHAUSTED" not in str(error):
         raise error
