@@ -3,6 +3,9 @@
     python scripts/bench_decode.py                        # a random 35 M hybrid
     python scripts/bench_decode.py --checkpoint=FOLDER
 
+Beside them, what speculation costs and gains: a bare forward of K rows, to tell the
+round's own overhead; an n-gram search; decoding with drafts that are always right.
+
 Every measured program runs once per pass, in turn, so that a slow moment of the machine
 meets all of them; reported are medians over the passes. The yardstick is the time of
 one-row products with every matrix that a one-row step reads, one after another.
@@ -16,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+import bench_speculation
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,6 +49,9 @@ _BATCHES = flags.DEFINE_list(
 )
 _LENGTH = flags.DEFINE_integer(
     "length", 128, "Tokens inside the caches of every sequence.", lower_bound=1
+)
+_DRAFTS = flags.DEFINE_list(
+    "drafts", ["3", "7"], "Drafts per round of an always-right drafter."
 )
 _PREFILL_TOKENS = flags.DEFINE_integer(
     "prefill_tokens", 256, "Tokens of the prefill chunk.", lower_bound=1
@@ -86,6 +93,7 @@ class Options:
       rows: rows per verify, one sequence.
       batches: sequences that decode one row each.
       length: tokens inside the caches of every sequence.
+      drafts: drafts per round of an always-right drafter.
       prefill_tokens: tokens of the prefill chunk.
       num_passes: measured passes.
       implementation: of the kernels; None is the backend's own.
@@ -95,6 +103,7 @@ class Options:
     rows: tuple[int, ...]
     batches: tuple[int, ...]
     length: int
+    drafts: tuple[int, ...]
     prefill_tokens: int
     num_passes: int
     implementation: dispatch.Implementation | None
@@ -123,6 +132,7 @@ def main(argv: Sequence[str]) -> None:
         rows=tuple(int(rows) for rows in _ROWS.value),
         batches=tuple(int(batch) for batch in _BATCHES.value),
         length=_LENGTH.value,
+        drafts=tuple(int(drafts) for drafts in _DRAFTS.value),
         prefill_tokens=_PREFILL_TOKENS.value,
         num_passes=_PASSES.value,
         implementation=_IMPLEMENTATION.value,
@@ -165,6 +175,8 @@ def run(
     maker = functools.partial(_prefill_program, params, config, options)
     makers[f"prefill of {options.prefill_tokens}"] = (options.prefill_tokens, maker)
 
+    makers |= _speculation_makers(params, config, options)
+
     programs = {}
     for index, (name, (num_tokens, make)) in enumerate(makers.items(), start=1):
         _say(f"compiling {name} ({index} of {len(makers)})")
@@ -177,9 +189,93 @@ def run(
         key=lambda m: m.median_seconds,
     )
     _print_table(measurements, stream, num_bytes)
+    speculation = _speculation_figures(measurements, options)
+    for name, figure in speculation.items():
+        print(f"{name}: {figure:.3f}")
     if json_path is not None:
         record = _as_record(measurements, stream, num_bytes, options.dtype)
+        record["speculation"] = speculation
         pathlib.Path(json_path).write_text(json.dumps(record, indent=2) + "\n")
+
+
+def _speculation_makers(
+    params: params_lib.ModelParams,
+    config: config_lib.ModelConfig,
+    options: Options,
+) -> dict[str, tuple[int, Callable[[], Callable[[], object]]]]:
+    makers: dict[str, tuple[int, Callable[[], Callable[[], object]]]] = {}
+    for num_rows in options.rows:
+        state = _filled_state(
+            config, options.dtype, 1, num_rows, options.length, room=_PAGE_SIZE
+        )
+        makers[_forward_name(num_rows)] = (
+            num_rows,
+            functools.partial(
+                bench_speculation.forward_program,
+                params,
+                config,
+                state,
+                num_rows,
+                options.implementation,
+            ),
+        )
+    makers[_SEARCH] = (
+        0,
+        functools.partial(bench_speculation.search_program, config, options.dtype),
+    )
+    decoding = bench_speculation.DecodePrograms(
+        params,
+        config,
+        dtype=options.dtype,
+        prompt_length=options.length,
+        implementation=options.implementation,
+    )
+    for num_drafts in (0, *options.drafts):
+        makers[_decode_name(num_drafts)] = (
+            bench_speculation.DECODED_TOKENS,
+            functools.partial(decoding.program, num_drafts),
+        )
+    return makers
+
+
+_SEARCH = f"n-gram search of {bench_speculation.SEARCHED_TOKENS}"
+
+
+def _forward_name(num_rows: int) -> str:
+    return f"bare forward, {num_rows} rows"
+
+
+def _decode_name(num_drafts: int) -> str:
+    drafted = f"{num_drafts} right drafts a round" if num_drafts else "plainly"
+    return f"decode {bench_speculation.DECODED_TOKENS} tokens, {drafted}"
+
+
+def _speculation_figures(
+    measurements: list[Measurement], options: Options
+) -> dict[str, float]:
+    """Ratios that say what a round adds to its forward, and what right drafts gain.
+
+    An overhead is the median of differences within a pass, for the machine's speed
+    wanders between passes.
+    """
+    by_name = {m.name: np.array(m.seconds) for m in measurements}
+    figures = {}
+    for num_rows in options.rows:
+        bare = by_name[_forward_name(num_rows)]
+        added = np.median(by_name[f"batch 1, {num_rows} rows"] - bare)
+        figures[f"overhead of a round of {num_rows} rows"] = float(
+            added / np.median(bare)
+        )
+    plain = by_name[_decode_name(0)]
+    step = np.median(plain) / bench_speculation.DECODED_TOKENS
+    figures["n-gram search over a plain step"] = float(
+        np.median(by_name[_SEARCH]) / step
+    )
+    for num_drafts in options.drafts:
+        figures[f"speed-up of {num_drafts} right drafts"] = float(
+            np.median(plain / by_name[_decode_name(num_drafts)])
+        )
+    return figures
 
 
 def _matrices_of_one_row(
@@ -349,7 +445,7 @@ def _measure(
 def _print_table(
     measurements: list[Measurement], stream: Measurement, num_bytes: int
 ) -> None:
-    one_row = next(m for m in measurements if m.num_tokens == 1 and "rows" in m.name)
+    one_row = next(m for m in measurements if m.name == "batch 1, 1 rows")
     table = rich.table.Table(
         title=f"{jax.default_backend()}: {num_bytes / 1e6:.1f} MB of matrices a row"
     )
@@ -361,7 +457,7 @@ def _print_table(
             f"{m.median_seconds * 1e3:.2f}",
             f"{m.median_seconds / stream.median_seconds:.2f}",
             f"{m.median_seconds / one_row.median_seconds:.2f}",
-            f"{m.num_tokens / m.median_seconds:.0f}",
+            f"{m.num_tokens / m.median_seconds:.0f}" if m.num_tokens else "",
         )
     console = rich.console.Console(width=88)
     console.print(table)

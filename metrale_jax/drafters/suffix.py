@@ -5,6 +5,9 @@ import jax.numpy as jnp
 
 from metrale_jax.axes import Array, Int32
 
+# No token: compared with tokens, never an index.
+_BEFORE_TEXT = -1
+
 
 def match_lengths(
     tokens: Int32[Array, "B S"], num_tokens: Int32[Array, " B"], max_match: int
@@ -15,14 +18,21 @@ def match_lengths(
     last n of the first `num_tokens` tokens; 0 at the text's end itself and beyond, so
     that every match has a token after it.
     """
-    position = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+    num_positions = tokens.shape[1]
+    position = jnp.arange(num_positions, dtype=jnp.int32)[None, :]
+    back = jnp.arange(max_match, dtype=jnp.int32)[None, :]
     last = num_tokens[:, None] - 1
+    ending = jnp.take_along_axis(tokens, jnp.maximum(last - back, 0), axis=1)
+    # Before the text there is nothing: no place of the padding equals any other.
+    ending = jnp.where(last >= back, ending, _BEFORE_TEXT)
+    widths = ((0, 0), (max_match - 1, 0))
+    padded = jnp.pad(tokens, widths, constant_values=_BEFORE_TEXT - 1)
     equal = position < last
     length = jnp.zeros(tokens.shape, jnp.int32)
-    for back in range(max_match):
-        ending = jnp.take_along_axis(tokens, jnp.maximum(last - back, 0), axis=1)
-        earlier = jnp.pad(tokens, ((0, 0), (back, 0)))[:, : tokens.shape[1]]
-        equal &= (earlier == ending) & (position >= back) & (last >= back)
+    for step in range(max_match):
+        first = max_match - 1 - step
+        earlier = padded[:, first : first + num_positions]
+        equal &= earlier == ending[:, step : step + 1]
         length += equal.astype(jnp.int32)
     return length
 
