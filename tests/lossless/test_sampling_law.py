@@ -41,6 +41,9 @@ WARPS = (
 )
 TOP = dict(temperature=1.0, top_k=5, top_p=0.8)
 
+# A target and a drafter that show best whether a block's random numbers are its own.
+EVEN, SKEWED = [0.5, 0.5], [0.8, 0.2]
+
 SLOT = np.arange(NUM_SLOTS)
 ALL_OFFERED = np.full(NUM_SLOTS, markov.NUM_DRAFTS)
 # Three quarters of the slots are offered every draft; the others 0, 1, 2 or 3 of them.
@@ -177,7 +180,7 @@ def test_the_rule_match_emits_the_very_tokens_of_plain_decoding(kind):
     drafter = make_drafter(kind, offered=RAGGED)
     warps = by_slot([dict(temperature=0.0), *WARPS, TOP])
     drafted = run("match", drafter, limit=LENGTH_LIMIT, **warps)
-    assert int(jnp.sum(drafted.stats.accepted)) > NUM_SLOTS // 4
+    assert int(jnp.sum(drafted.stats.accepted)) > NUM_SLOTS // 16
     plain = run("match", None, limit=LENGTH_LIMIT, **warps)
     np.testing.assert_array_equal(drafted.tokens, plain.tokens)
 
@@ -186,8 +189,9 @@ def test_numbers_of_a_round_must_not_come_back_in_the_next(monkeypatch):
     """Keyed by a draft's own position, they would: it is drafted again after a fall.
 
     How far a block goes depends on every uniform in it, those behind the fall too. So
-    such keys break the law of block verification, and by how much says that the tests
-    above would see it. (Rejection sampling only reads the uniforms up to the fall.)
+    such keys break the law of block verification, most where a block's weight stays
+    near 1: the same case is below, with the library's keys. (Rejection sampling only
+    reads the uniforms up to the fall.)
     """
     by_round = picks.accept_uniforms
 
@@ -198,23 +202,27 @@ def test_numbers_of_a_round_must_not_come_back_in_the_next(monkeypatch):
         return jnp.concatenate(columns, axis=1)
 
     monkeypatch.setattr(picks, "accept_uniforms", by_position)
+    target = log_table(EVEN)
     tokens = draw(
         3,
         "block",
-        make_drafter("dense"),
+        make_drafter("dense", log_table(SKEWED)),
+        target=target,
         step=markov.make_decode_rounds(),
         temperature=1.0,
     )
-    statistic, freedom = chi_square(tokens, markov.warped(TARGET_TABLE))
-    assert statistic > 2 * scipy.special.chdtri(freedom, FALSE_ALARM)
+    statistic, freedom = chi_square(tokens, markov.warped(target))
+    assert statistic > 3 * scipy.special.chdtri(freedom, FALSE_ALARM)
 
 
 # --- Cases by hand.
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_drafter_that_prefers_what_the_target_avoids(rule):
-    target, draft = [0.7, 0.2, 0.1], [0.1, 0.2, 0.7]
+@pytest.mark.parametrize(
+    "target, draft", [([0.7, 0.2, 0.1], [0.1, 0.2, 0.7]), (EVEN, SKEWED)]
+)
+def test_a_drafter_that_prefers_what_the_target_avoids(rule, target, draft):
     drafter = make_drafter("dense", log_table(draft))
     options = dict(target=log_table(target), temperature=1.0)
     tokens = draw(4, rule, drafter, **options)
@@ -337,7 +345,9 @@ def test_a_seed_gives_its_tokens_in_any_slot_beside_any_others(rule):
         active=moved % 5 != 0,
         sampling=sampling.replace(
             request_key=sampling.request_key[moved],
-            temperature=jnp.where(moved < 4, 1.0, jnp.asarray(SLOT % 3 * 0.7, jnp.float32)),
+            temperature=jnp.where(
+                moved < 4, 1.0, jnp.asarray(SLOT % 3 * 0.7, jnp.float32)
+            ),
         ),
     )
     beside = beside.replace(active=beside.active | (moved < 4))
