@@ -388,11 +388,19 @@ def _read_options() -> Options:
             max_new_tokens=_MAX_NEW_TOKENS.value,
             max_logit_gap=max_logit_gap,
             strict=_STRICT.value,
-            accept_rule=_ACCEPT_RULE.value,
+            accept_rule=_read_accept_rule(),
             limits=drafter_flags.draft_limits(),
         ),
         sampled=_read_sampled_options(),
     )
+
+
+def _read_accept_rule() -> verify_lib.AcceptRule:
+    # The flag's parser has let nothing else pass.
+    rules: dict[str, verify_lib.AcceptRule] = {
+        rule: rule for rule in verify_lib.ACCEPT_RULES
+    }
+    return rules[_ACCEPT_RULE.value]
 
 
 def _read_draft_counts() -> tuple[int, ...] | None:
@@ -432,7 +440,7 @@ def _read_sampled_options() -> lossless_sampled.SampledOptions | None:
         sampling=sampling,
         significance=_SIGNIFICANCE.value,
         strict=_STRICT.value,
-        accept_rule=_ACCEPT_RULE.value,
+        accept_rule=_read_accept_rule(),
         limits=drafter_flags.draft_limits(),
     )
 

@@ -49,7 +49,8 @@ class SampledOptions:
     limits: confidence.DraftLimits
 
 
-class Fit(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Fit:
     """A test of draws against a distribution.
 
     Attributes:
