@@ -18,7 +18,8 @@ NEGLIGIBLE = 1e-15
 # The largest uniform that a draft can meet.
 ALMOST_ONE = np.nextafter(1.0, 0.0)
 
-PATHS = list(itertools.product(range(VOCAB_SIZE), repeat=NUM_DRAFTS))
+# What a row past the offered drafts may hold.
+PADDING = np.full(VOCAB_SIZE, 1e9)
 
 
 def make_tables(seed, *, drafter="dense", same=False):
@@ -32,6 +33,8 @@ def make_tables(seed, *, drafter="dense", same=False):
             if drafter == "with zeros":
                 q[generator.integers(VOCAB_SIZE)] = 0
                 p[generator.integers(VOCAB_SIZE)] = 0
+            if drafter == "sparse":
+                q[np.argmin(q)] = 0
             if drafter == "one-hot":
                 q = np.eye(VOCAB_SIZE)[generator.integers(VOCAB_SIZE)]
             target[context] = p / p.sum()
@@ -41,31 +44,32 @@ def make_tables(seed, *, drafter="dense", same=False):
 
 def thresholds(rule, target, draft, path):
     """For each prefix of a path, the uniform below which its own test passes."""
-    p = [target[path[:i]] for i in range(NUM_DRAFTS + 1)]
-    q = [draft[path[:i]] for i in range(NUM_DRAFTS)]
-    ratios = [p[i][path[i]] / q[i][path[i]] for i in range(NUM_DRAFTS)]
+    count = len(path)
+    p = [target[path[:i]] for i in range(count + 1)]
+    q = [draft[path[:i]] for i in range(count)]
+    ratios = [p[i][path[i]] / q[i][path[i]] for i in range(count)]
     if rule is accept.rejection_sampling:
         return [min(1.0, ratio) for ratio in ratios]
     weights = [1.0]
     for ratio in ratios:
         weights.append(min(1.0, weights[-1] * ratio))
     limits = []
-    for i in range(1, NUM_DRAFTS):
+    for i in range(1, count):
         left = np.maximum(weights[i] * p[i] - q[i], 0).sum()
         total = left + 1 - weights[i]
         limits.append(left / total if total > 0 else 0.0)
-    return [*limits, weights[-1]]
+    return [*limits, weights[-1]] if count else []
 
 
 def outcomes(rule, limits):
     """(number accepted, its probability, uniforms that lead to it)."""
     passes = np.asarray(limits)
-    for count in range(NUM_DRAFTS + 1):
+    for count in range(len(limits) + 1):
         uniforms = np.full(NUM_DRAFTS, ALMOST_ONE)
         if rule is accept.rejection_sampling:
             probability = np.prod(passes[:count])
             uniforms[:count] = 0.0
-            if count < NUM_DRAFTS:
+            if count < len(limits):
                 probability *= 1 - passes[count]
         else:
             # The longest prefix that passes, whatever shorter ones say.
@@ -77,25 +81,42 @@ def outcomes(rule, limits):
             yield count, probability, uniforms
 
 
-def emitted_law(rule, target, draft):
+def as_proposed(drafter, rows, drafts):
+    """q of [J, V] as `verify` makes it of what a drafter of that kind proposes."""
+    if drafter == "one-hot":
+        return accept.one_hot_probs(drafts, VOCAB_SIZE).astype(jnp.float64)
+    if drafter == "sparse":
+        ids = np.argsort(-rows, axis=1)[:, : VOCAB_SIZE - 1]
+        kept = np.take_along_axis(rows, ids, axis=1)
+        ids = jnp.asarray(ids[None], jnp.int32)
+        return accept.sparse_probs(ids, jnp.asarray(kept[None]), VOCAB_SIZE)
+    return jnp.asarray(rows[None])
+
+
+def emitted_law(rule, target, draft, *, drafter="dense", num_drafts=NUM_DRAFTS):
     """The law of the first NUM_DRAFTS + 1 tokens, and the expected number accepted."""
     run = jax.jit(rule)
     law = dict.fromkeys(
         itertools.product(range(VOCAB_SIZE), repeat=NUM_DRAFTS + 1), 0.0
     )
     expected_accepted = 0.0
-    for path in PATHS:
-        q = np.prod([draft[path[:i]][path[i]] for i in range(NUM_DRAFTS)])
+    missing = NUM_DRAFTS - num_drafts
+    for path in itertools.product(range(VOCAB_SIZE), repeat=num_drafts):
+        q = np.prod([draft[path[:i]][path[i]] for i in range(num_drafts)])
         if q == 0:
             continue
+        p_rows = [target[path[:i]] for i in range(num_drafts + 1)]
+        q_rows = [draft[path[:i]] for i in range(num_drafts)]
+        drafts = jnp.array([[*path, *[0] * missing]], jnp.int32)
+        proposed = as_proposed(drafter, np.array(q_rows + [PADDING] * missing), drafts)
         for count, probability, uniforms in outcomes(
             rule, thresholds(rule, target, draft, path)
         ):
             result = run(
-                jnp.array([[target[path[:i]] for i in range(NUM_DRAFTS + 1)]]),
-                jnp.array([[draft[path[:i]] for i in range(NUM_DRAFTS)]]),
-                jnp.array([path], jnp.int32),
-                jnp.array([NUM_DRAFTS], jnp.int32),
+                jnp.array([p_rows + [PADDING] * missing]),
+                proposed,
+                drafts,
+                jnp.array([num_drafts], jnp.int32),
                 jnp.array([uniforms]),
             )
             assert int(result.num_accepted[0]) == count
@@ -118,13 +139,16 @@ def add_continuations(law, target, emitted, weight):
         )
 
 
-@pytest.mark.parametrize("drafter", ["dense", "with zeros", "one-hot"])
+@pytest.mark.parametrize("num_drafts", range(NUM_DRAFTS + 1))
+@pytest.mark.parametrize("drafter", ["dense", "with zeros", "sparse", "one-hot"])
 @pytest.mark.parametrize("rule", [accept.rejection_sampling, accept.block_verification])
-def test_joint_law_is_the_targets(rule, drafter):
+def test_joint_law_is_the_targets(rule, drafter, num_drafts):
     with jax.enable_x64(True):
-        for seed in range(2):
+        for seed in range(2 if num_drafts == NUM_DRAFTS else 1):
             target, draft = make_tables(seed, drafter=drafter)
-            law, _ = emitted_law(rule, target, draft)
+            law, _ = emitted_law(
+                rule, target, draft, drafter=drafter, num_drafts=num_drafts
+            )
             for sequence, probability in law.items():
                 expected = np.prod(
                     [target[sequence[:i]][sequence[i]] for i in range(NUM_DRAFTS + 1)]
