@@ -20,6 +20,8 @@ from metrale_jax.steps import (
     prefill,
     propose,
     release,
+    restore_snapshot,
+    take_snapshot,
     verify_batched,
     verify_k4,
 )
@@ -53,7 +55,9 @@ __all__ = [
     "propose",
     "release",
     "request_key",
+    "restore_snapshot",
     "summarize",
+    "take_snapshot",
     "text",
     "verify_batched",
     "verify_k4",

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from metrale_jax import chunk, drafting, fold, indices
 from metrale_jax import config as config_lib
 from metrale_jax import proposal as proposal_lib
+from metrale_jax import snapshot as snapshot_lib
 from metrale_jax import state as state_lib
 from metrale_jax import verdict as verdict_lib
 from metrale_jax import verify as verify_lib
@@ -45,6 +46,8 @@ propose = jax.jit(
 )
 insert = jax.jit(state_lib.insert, donate_argnames=("state",))
 release = jax.jit(state_lib.release, donate_argnames=("state",))
+take_snapshot = jax.jit(snapshot_lib.take_snapshot)
+restore_snapshot = jax.jit(snapshot_lib.restore_snapshot, donate_argnames=("state",))
 
 
 def verify_k4(

@@ -30,7 +30,7 @@ LAYERS = (
         "verdict",
         "drafters.dflash_params",
     ),
-    ("model", "drafters.protocol", "drafters.confidence"),
+    ("model", "snapshot", "drafters.protocol", "drafters.confidence"),
     ("logit_rules", "picks", "accept", "chunk", "verify", "fold"),
     ("drafters", "drafting"),
     ("steps",),
