@@ -119,7 +119,8 @@ def decode_round(
       implementation: of the kernels.
 
     Raises:
-      ValueError: see `verify_batched`, `apply_verdict` and `propose`.
+      ValueError: see `verify_batched`, `apply_verdict` and `propose`; or `limits` prune
+        sampled drafts, which no rule but "match" may judge then.
     """
     options = _Options(config, accept_rule, num_log_probs, limits, implementation)
     return _decode_round(params, state, drafter, options)
@@ -188,6 +189,16 @@ def _decode_round(
     options: _Options,
 ) -> tuple[state_lib.SequenceState, verdict_lib.Emission]:
     pending = state.proposal
+    is_drawn = drafter is not None and pending.probs is not None
+    prunes = options.limits.prune_ratio is not None
+    if is_drawn and prunes and options.accept_rule != "match":
+        # Whether a draft is pruned depends on which token was drawn for it, so those
+        # that are left no longer follow the probabilities that come with them.
+        raise ValueError(
+            "`prune_ratio` would bias what the accept rule "
+            f"{options.accept_rule!r} emits when drafts are sampled; use the rule "
+            '"match", or greedy drafts, or `confidence_stop`.'
+        )
     num_columns = 0 if drafter is None else state.max_drafts
     verdict = verify_lib.verify(
         params,

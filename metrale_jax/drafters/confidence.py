@@ -1,7 +1,9 @@
 """Rules that drop drafts which the drafter itself holds for unlikely.
 
-Both read the drafter's log-probability of each draft. Dropping a draft can change no
-token, only the time it takes.
+Both read the drafter's log-probability of each draft. Dropping a draft changes no
+token under the rule "match". Under the other rules whether a sampled draft is offered
+must not depend on the token drawn for it: that holds for the confidence stop, which
+looks at earlier drafts only, and not for pruning, which is refused there.
 """
 
 import dataclasses

@@ -13,9 +13,10 @@ import pytest
 import scipy.special
 
 from lossless import markov_target as markov
-from metrale_jax import picks
+from metrale_jax import picks, steps
 from metrale_jax import sampling as sampling_lib
 from metrale_jax import state as state_lib
+from metrale_jax.drafters import confidence
 
 # Every test but one uses this many slots, so that a program serves all of them.
 NUM_SLOTS = 8192
@@ -262,6 +263,38 @@ def test_drafts_and_tokens_keep_the_same_set(rule):
     assert_law(tokens, [warp], table)
     if rule != "match":
         assert (result.stats.accepted == markov.NUM_TOKENS * markov.NUM_DRAFTS).all()
+
+
+# --- Dropping drafts.
+
+
+@pytest.mark.parametrize("column", range(4))
+def test_the_confidence_stop_does_not_look_at_the_draft_it_drops(column):
+    """Else those that it leaves would not follow q any more."""
+    log_probs = np.log(np.random.default_rng(0).uniform(0, 1, (256, 4)))
+    log_probs = jnp.asarray(log_probs, jnp.float32)
+    changed = log_probs.at[:, column:].set(log_probs[::-1, column:])
+    offered, again = (
+        column < np.asarray(confidence.stop_depth(values, 0.5))
+        for values in (log_probs, changed)
+    )
+    assert column == 0 or 0 < offered.sum() < 256
+    np.testing.assert_array_equal(offered, again)
+
+
+@pytest.mark.parametrize("rule", SAMPLED_RULES)
+def test_pruning_sampled_drafts_is_refused(rule):
+    drafter = make_drafter("dense")
+    batch = markov.make_state(NUM_SLOTS, drafter, temperature=1.0)
+    with pytest.raises(ValueError, match="prune_ratio"):
+        steps.decode_round(
+            markov.make_params(TARGET_TABLE),
+            batch,
+            drafter,
+            config=markov.CONFIG,
+            accept_rule=rule,
+            limits=confidence.DraftLimits(prune_ratio=0.5),
+        )
 
 
 # --- How much is accepted.
