@@ -99,5 +99,6 @@ def _check_alike(state: state_lib.SequenceState, snapshot: Snapshot) -> None:
             raise ValueError(
                 f"`snapshot` has {one.dtype}{list(one.shape)} where `state` has "
                 f"{other.dtype}{list(other.shape)} ({jax.tree_util.keystr(path)}); "
-                "make both with the same config and DecodeConfig, slots and pages apart."
+                "make both with the same config and DecodeConfig, but for slots and "
+                "pages."
             )

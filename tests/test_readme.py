@@ -31,7 +31,8 @@ def test_library_example_gives_what_plain_decoding_gives(tmp_path, capsys):
     # Users have neither of the tests' strict settings.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         exec(compile(example, "README.md", "exec"), {})
-    printed = capsys.readouterr().out
+    printed, figure = capsys.readouterr().out.splitlines()
+    assert float(figure.split()[0]) >= 1.0
     state = models.start(params, config, models.make_state(config), 0, [100, 20, 30])
     state = models.decode(params, config, state, 24)
     expected = models.output_tokens(state, 0, 3)
