@@ -22,6 +22,7 @@ STRICT_MTP = ("--drafter=mtp", "--strict", "--num_draws=0")
 ROW = {"batch_size", "num_drafts", "drafted", "accepted", "mean_accepted_length"}
 GREEDY = ROW | {"num_tokens", "differences", "num_other_bits", "largest_gap", "verdict"}
 SAMPLED = ROW | {"prompt", "num_draws", "first_token", "second_token", "verdict"}
+SAMPLED |= {"most_frequent"}
 
 
 @pytest.fixture(scope="module")

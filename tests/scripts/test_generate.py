@@ -178,3 +178,94 @@ def test_weights_that_are_not_finite_are_refused_when_asked(run, folder, tmp_pat
     shutil.copy(folder / "tokenizer.json", copy)
     result = run(f"--checkpoint={copy}", "--prompt=a", "--check_finite")
     assert_refused(result, "norm")
+
+
+# Drafters.
+
+# Repeats itself as the target does, so that there is something to draft.
+REPETITIVE = '"#$%' * 3
+
+
+@pytest.fixture
+def compare(run, folder, tmp_path):
+    """Runs one prompt with drafts and without; returns (records, stats, stderr)."""
+
+    def run_with(*arguments):
+        path = tmp_path / "stats.json"
+        flags = (f"--checkpoint={folder}", f"--prompt={REPETITIVE}")
+        flags += ("--max_new_tokens=17", "--output=jsonl", f"--stats_json={path}")
+        code, out, err = run(*flags, "--compare_plain", *arguments)
+        assert code == 0, err
+        records = [json.loads(line) for line in out.splitlines()]
+        return records, json.loads(path.read_text()), err
+
+    return run_with
+
+
+def assert_statistics(stats, drafter):
+    assert stats["drafter"] == drafter
+    assert stats["num_tokens"] == 17
+    for name in ("tokens_per_second", "plain_tokens_per_second"):
+        assert stats[name] > 0
+    assert stats["compile_seconds"] > 0 and stats["load_seconds"] > 0
+    ratio = stats["tokens_per_second"] / stats["plain_tokens_per_second"]
+    assert stats["speedup"] == pytest.approx(ratio)
+    # The first token is prefill's; the rounds emit the others.
+    assert stats["rounds"] * stats["mean_accepted_length"] == pytest.approx(16)
+    assert stats["rounds"] + stats["accepted"] == 16
+    assert stats["acceptance_rate"] == pytest.approx(
+        stats["accepted"] / stats["drafted"]
+    )
+
+
+@pytest.mark.parametrize(
+    "drafter, is_right",
+    [("ngram", True), ("prompt_lookup", True), ("self", False), ("mtp", False)],
+)
+def test_drafts_change_no_token(compare, drafter, is_right):
+    [record], stats, err = compare(f"--drafter={drafter}", "--num_drafts=3")
+    assert_statistics(stats, drafter)
+    # Of float32 logits far apart.
+    assert stats["identical"]
+    assert len(record["token_ids"]) == 17
+    assert "times as fast" in err and "the same tokens" in err
+    assert stats["drafted"] > 0
+    if is_right:
+        assert stats["accepted"] > 0 and stats["mean_accepted_length"] > 1
+
+
+def test_strict_runs_are_identical_log_probs_included(compare, run, folder):
+    arguments = ("--drafter=ngram", "--strict", "--log_probs=2")
+    [record], stats, _ = compare(*arguments)
+    assert_statistics(stats, "ngram")
+    assert stats["identical"] and stats["accepted"] > 0
+    assert len(record["log_probs"]) == len(record["token_ids"]) == 17
+    for token, entry in zip(record["token_ids"], record["log_probs"], strict=True):
+        assert entry.keys() == {"emitted", "top"}
+        assert len(entry["top"]) == 2
+        # Greedy: the emitted token is the likeliest.
+        assert (
+            entry["top"][str(token)] == entry["emitted"] == max(entry["top"].values())
+        )
+        assert entry["emitted"] < 0
+
+
+@pytest.mark.parametrize(
+    "arguments, parts",
+    [
+        (["--drafter=dflash"], ["--drafter_checkpoint=FOLDER_OR_HUB_ID"]),
+        (["--drafter=ngram", "--drafter_checkpoint=x"], ["--drafter_checkpoint"]),
+        (["--drafter=mtp", "--self_layers=1"], ["--self_layers", "mtp"]),
+        (["--drafter=self", "--self_layers=one"], ["--self_layers", "one"]),
+        (["--drafter=ngram", "--draft_sampling=sampled"], ["--draft_sampling"]),
+        (["--drafter=magic"], ["drafter", "prompt_lookup"]),
+        (["--drafter=ngram", "--num_drafts=16"], ["num_drafts", "15"]),
+        (["--drafter=mtp", "--drafter_checkpoint=/nonexistent/m"], ["/nonexistent/m"]),
+        (["--drafter=mtp", "--confidence_stop=2"], ["confidence_stop"]),
+        (["--log_probs=2"], ["--log_probs", "--output=jsonl"]),
+        (["--logit_bias=5"], ["--logit_bias=5", "TOKEN_ID:NUMBER"]),
+        (["--accept_rule=typical"], ["accept_rule", "rejection"]),
+    ],
+)
+def test_contradictory_flags_end_with_one_line(run, folder, arguments, parts):
+    assert_refused(run(f"--checkpoint={folder}", "--prompt=a", *arguments), *parts)
