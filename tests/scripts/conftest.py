@@ -63,7 +63,7 @@ def make_repetitive(params):
     token = jnp.arange(len(embedding))
     previous = token // 4 * 4 + (token - 1) % 4
     return dataclasses.replace(
-        params, embedding=embedding, lm_head=0.15 * embedding[previous]
+        params, embedding=embedding, lm_head=0.25 * embedding[previous]
     )
 
 
