@@ -13,6 +13,7 @@ from metrale_jax import drafters, steps
 from metrale_jax import proposal as proposal_lib
 from metrale_jax import state as state_lib
 from metrale_jax.axes import Array
+from metrale_jax.drafters import protocol
 from metrale_jax.model import params as params_lib
 from metrale_jax.model import transformer
 from pallas_kernels import dispatch
@@ -28,7 +29,7 @@ Program = Callable[[], object]
 
 
 @struct.dataclass
-class OracleDrafter:
+class OracleDrafter(protocol.Stateless):
     """Always right: reads its drafts from the text that plain decoding gave."""
 
     texts: Array  # i32[B, S], by position
@@ -37,22 +38,6 @@ class OracleDrafter:
     @property
     def max_drafts(self) -> int:
         return self.num_drafts
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return ()
-
-    def describe_state(self, config: Any, decode: Any, *, dtype: Any) -> None:
-        return None
-
-    def describe_probs(self, config: Any, decode: Any) -> tuple[None, None]:
-        return None, None
-
-    def prefill(self, params: Any, state: Any, chunk: Any, **options: Any) -> None:
-        return None
-
-    def commit(self, params: Any, state: Any, rows: Any, **options: Any) -> None:
-        return None
 
     def propose(
         self, params: Any, state: state_lib.SequenceState, **options: Any

@@ -44,6 +44,16 @@ MOE = config_lib.parse_model_config(
     )
 )
 CONFIGS = {"dense": DENSE, "moe": MOE}
+# Products of fewer columns give a row the same bits alone and among others.
+WIDE = config_lib.parse_model_config(
+    RAW_DENSE
+    | dict(
+        hidden_size=512,
+        intermediate_size=640,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+    )
+)
 
 NUM_SLOTS = 3
 MAX_DRAFTS = 3
@@ -60,12 +70,12 @@ def make_params(
 
 
 def make_state(
-    config: config_lib.ModelConfig, drafter: protocol.Drafter | None = None
+    config: config_lib.ModelConfig,
+    drafter: protocol.Drafter | None = None,
+    dtype: str = "float32",
 ) -> state.SequenceState:
     """Every test uses one shape, so that a target's steps compile once in a session."""
-    return state.init_state(
-        config, DECODE, dtype=jnp.dtype(jnp.float32), drafter=drafter
-    )
+    return state.init_state(config, DECODE, dtype=jnp.dtype(dtype), drafter=drafter)
 
 
 DECODE = config_lib.for_slots(

@@ -6,7 +6,7 @@ followed by mask tokens, attends to these and to itself; each row predicts the t
 its own position. Keys and values of the block are never stored.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,23 +14,17 @@ from flax import struct
 from jax.typing import DTypeLike
 
 from metrale_jax import config as config_lib
-from metrale_jax import fold, indices, picks
+from metrale_jax import fold, indices
 from metrale_jax import proposal as proposal_lib
 from metrale_jax import state as state_lib
 from metrale_jax import verdict as verdict_lib
 from metrale_jax.axes import Array, Float, Float32, Int32
-from metrale_jax.drafters import dflash_config, dflash_params, protocol
+from metrale_jax.drafters import choice, dflash_config, dflash_params, protocol
 from metrale_jax.model import linear as linear_lib
 from metrale_jax.model import mlp as mlp_lib
 from metrale_jax.model import norm, rope
 from metrale_jax.model import params as params_lib
 from pallas_kernels import dispatch, verify_attention
-
-# "greedy" proposes the likeliest token of each row. "sampled" draws each row's token
-# with the slot's own sampling options, and keeps the distribution for the accept rules
-# that compare it with the target's.
-DraftSampling = Literal["greedy", "sampled"]
-DRAFT_SAMPLINGS: tuple[DraftSampling, ...] = ("greedy", "sampled")
 
 
 @struct.dataclass
@@ -52,7 +46,9 @@ class DFlashDrafter:
     params: dflash_params.DFlashParams
     config: dflash_config.DFlashConfig = struct.field(pytree_node=False)
     num_drafts: int = struct.field(pytree_node=False)
-    draft_sampling: DraftSampling = struct.field(pytree_node=False, default="greedy")
+    draft_sampling: choice.DraftSampling = struct.field(
+        pytree_node=False, default="greedy"
+    )
     num_candidates: int = struct.field(pytree_node=False, default=0)
 
     def __post_init__(self) -> None:
@@ -62,16 +58,9 @@ class DFlashDrafter:
                 f"`num_drafts` must be in 1..{most} (`block_size` - 1: the drafter "
                 f"knows no longer block), got {self.num_drafts}."
             )
-        if self.draft_sampling not in DRAFT_SAMPLINGS:
-            raise ValueError(
-                f"`draft_sampling` must be one of {', '.join(DRAFT_SAMPLINGS)}, got "
-                f"{self.draft_sampling!r}."
-            )
-        if not 0 <= self.num_candidates <= self.config.head_size:
-            raise ValueError(
-                f"`num_candidates` must be in 0..{self.config.head_size}, the tokens "
-                f"that the drafter tells apart, got {self.num_candidates}."
-            )
+        choice.check_options(
+            self.draft_sampling, self.num_candidates, self.config.head_size
+        )
 
     @property
     def max_drafts(self) -> int:
@@ -106,18 +95,9 @@ class DFlashDrafter:
     def describe_probs(
         self, config: config_lib.ModelConfig, decode: config_lib.DecodeConfig
     ) -> tuple[Any, Any]:
-        """Returns `Proposal.probs` and `.candidates` as ShapeDtypeStructs or None."""
-
-        def per_draft(dtype: DTypeLike, size: int) -> Any:
-            shape = (decode.num_slots, decode.max_drafts, size)
-            return jax.ShapeDtypeStruct(shape, dtype)
-
-        probs = candidates = None
-        if self.draft_sampling == "sampled":
-            probs = proposal_lib.DenseProbs(per_draft(jnp.float32, config.vocab_size))
-        if self.num_candidates:
-            candidates = per_draft(jnp.int32, self.num_candidates)
-        return probs, candidates
+        return choice.describe_probs(
+            config, decode, self.draft_sampling, self.num_candidates
+        )
 
     def prefill(
         self,
@@ -165,26 +145,12 @@ class DFlashDrafter:
         dflash_config.check_target(self.config, config)
         hidden = self._run_block(params, state, config, implementation)
         logits = self._project_logits(params, hidden, config.vocab_size)
-        probs = candidates = None
-        if self.draft_sampling == "sampled":
-            drafts, dense = picks.draw_drafts(logits, state.length + 1, state.sampling)
-            probs = proposal_lib.DenseProbs(dense)
-        else:
-            drafts = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        if self.num_candidates:
-            _, candidates = jax.lax.top_k(logits, self.num_candidates)
-            candidates = candidates.astype(jnp.int32)
-        log_probs = jax.nn.log_softmax(logits, axis=-1)
-        fits = state.length + self.num_drafts + 1 <= self.config.max_position
-        return proposal_lib.Proposal(
-            drafts=drafts,
-            num_drafts=jnp.where(fits, jnp.int32(self.num_drafts), 0),
-            log_probs=jnp.take_along_axis(log_probs, drafts[..., None], axis=-1)[
-                ..., 0
-            ],
-            probs=probs,
-            candidates=candidates,
+        chosen = choice.choose_drafts(
+            logits, state, self.draft_sampling, self.num_candidates
         )
+        fits = state.length + self.num_drafts + 1 <= self.config.max_position
+        num_drafts = jnp.where(fits, jnp.int32(self.num_drafts), 0)
+        return choice.as_proposal(chosen, num_drafts)
 
     def _append(
         self,

@@ -13,7 +13,7 @@ guess: they live for the round, as operands of the attention, and are never writ
 
 import operator
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,22 +21,17 @@ from flax import struct
 from jax.typing import DTypeLike
 
 from metrale_jax import config as config_lib
-from metrale_jax import fold, picks
+from metrale_jax import fold
 from metrale_jax import proposal as proposal_lib
 from metrale_jax import state as state_lib
 from metrale_jax import verdict as verdict_lib
 from metrale_jax.axes import Array, Float, Float32, Int32
-from metrale_jax.drafters import protocol
+from metrale_jax.drafters import choice, protocol
 from metrale_jax.model import attention, norm, rope, transformer
 from metrale_jax.model import linear as linear_lib
 from metrale_jax.model import mlp as mlp_lib
 from metrale_jax.model import params as params_lib
 from pallas_kernels import dispatch, verify_attention
-
-# "greedy" drafts the head's likeliest token; "sampled" draws from its distribution, as
-# the slot's temperature, top-k, top-p and min-p warp it, for the accept rules that look
-# at what drafts were drawn from.
-DraftSampling = Literal["greedy", "sampled"]
 
 
 @struct.dataclass
@@ -70,7 +65,7 @@ class MtpDrafter:
     token_ids: Array | None
     output_head: Array | None
     num_drafts: int = struct.field(pytree_node=False)
-    draft_sampling: DraftSampling = struct.field(pytree_node=False)
+    draft_sampling: choice.DraftSampling = struct.field(pytree_node=False)
     num_candidates: int = struct.field(pytree_node=False)
 
     @property
@@ -89,24 +84,22 @@ class MtpDrafter:
         dtype: DTypeLike,
     ) -> MtpState:
         heads = (config.attention.num_kv_heads, config.attention.head_dim)
-        pages = _describe_array(dtype, decode.num_pages, decode.page_size, *heads)
+        pages: Any = jax.ShapeDtypeStruct(
+            (decode.num_pages, decode.page_size, *heads), dtype
+        )
+        hidden: Any = jax.ShapeDtypeStruct(
+            (decode.num_slots, config.hidden_size), dtype
+        )
         return MtpState(
-            cache=state_lib.KVCache(keys=pages, values=pages),
-            hidden=_describe_array(dtype, decode.num_slots, config.hidden_size),
+            cache=state_lib.KVCache(keys=pages, values=pages), hidden=hidden
         )
 
     def describe_probs(
         self, config: config_lib.ModelConfig, decode: config_lib.DecodeConfig
-    ) -> tuple[proposal_lib.DenseProbs | None, Any]:
-        per_draft = (decode.num_slots, decode.max_drafts)
-        probs = candidates = None
-        if self.draft_sampling == "sampled":
-            probs = proposal_lib.DenseProbs(
-                _describe_array(jnp.float32, *per_draft, config.vocab_size)
-            )
-        if self.num_candidates:
-            candidates = _describe_array(jnp.int32, *per_draft, self.num_candidates)
-        return probs, candidates
+    ) -> tuple[Any, Any]:
+        return choice.describe_probs(
+            config, decode, self.draft_sampling, self.num_candidates
+        )
 
     def prefill(
         self,
@@ -179,11 +172,11 @@ class MtpDrafter:
     ) -> proposal_lib.Proposal:
         """Drafts the first token from the newest row, each later one from its own."""
         first = self._pick(params, state, state.drafter.hidden, jnp.int32(0))
-        picked = jax.tree.map(lambda leaf: leaf[:, None], first)
+        chosen = first
         num_later = self.num_drafts - 1
         if num_later:
 
-            def add_draft(chain: _Chain, index: Array) -> tuple[_Chain, _Pick]:
+            def add_draft(chain: _Chain, index: Array) -> tuple[_Chain, choice.Choice]:
                 chain = self._advance(
                     params,
                     state,
@@ -192,28 +185,22 @@ class MtpDrafter:
                     config=config,
                     implementation=implementation,
                 )
-                pick = self._pick(params, state, chain.hidden, index + 1)
-                return chain._replace(token=pick.token), pick
+                draft = self._pick(params, state, chain.hidden, index + 1)
+                return chain._replace(token=draft.drafts[:, 0]), draft
 
-            chain = _start_chain(state, first.token, num_later)
+            chain = _start_chain(state, first.drafts[:, 0], num_later)
             _, later = jax.lax.scan(
                 add_draft, chain, jnp.arange(num_later, dtype=jnp.int32)
             )
-            picked = jax.tree.map(
+            chosen = jax.tree.map(
                 lambda head, tail: jnp.concatenate(
-                    [head, jnp.moveaxis(tail, 0, 1)], axis=1
+                    [head, jnp.moveaxis(tail[:, :, 0], 0, 1)], axis=1
                 ),
-                picked,
+                first,
                 later,
             )
-        probs = picked.probs
-        return proposal_lib.Proposal(
-            drafts=picked.token,
-            num_drafts=jnp.full_like(state.length, self.num_drafts),
-            log_probs=picked.log_prob,
-            probs=None if probs is None else proposal_lib.DenseProbs(probs),
-            candidates=picked.candidates,
-        )
+        num_drafts = jnp.full_like(state.length, self.num_drafts)
+        return choice.as_proposal(chosen, num_drafts)
 
     def _extend(
         self,
@@ -373,29 +360,26 @@ class MtpDrafter:
         state: state_lib.SequenceState,
         hidden: Float[Array, "B M"],
         column: Int32[Array, ""],
-    ) -> "_Pick":
+    ) -> choice.Choice:
         """Picks the draft of one column from the head's output."""
         logits = self._logits(params, hidden)
-        if self.draft_sampling == "sampled":
-            drafts, drawn_from = picks.draw_drafts(
-                logits[:, None], state.length + 1, state.sampling, first_column=column
-            )
-            choice, probs = drafts[:, 0], drawn_from[:, 0]
-        else:
-            choice, probs = jnp.argmax(logits, axis=-1).astype(jnp.int32), None
-        chosen = jnp.take_along_axis(logits, choice[:, None], axis=1)[:, 0]
-        candidates = None
-        if self.num_candidates:
-            best = jax.lax.top_k(logits, self.num_candidates)[1]
-            candidates = self._target_ids(best.astype(jnp.int32))
+        chosen = choice.choose_drafts(
+            logits[:, None],
+            state,
+            self.draft_sampling,
+            self.num_candidates,
+            first_column=column,
+        )
+        probs = chosen.probs
         if probs is not None and self.token_ids is not None:
-            wide = jnp.zeros((probs.shape[0], params.embedding.shape[0]), jnp.float32)
-            probs = wide.at[:, self.token_ids].set(probs)
-        return _Pick(
-            token=self._target_ids(choice),
-            log_prob=chosen - jax.nn.logsumexp(logits, axis=-1),
+            wide = (*probs.shape[:2], params.embedding.shape[0])
+            probs = jnp.zeros(wide, jnp.float32).at[..., self.token_ids].set(probs)
+        return chosen._replace(
+            drafts=self._target_ids(chosen.drafts),
             probs=probs,
-            candidates=candidates,
+            candidates=None
+            if chosen.candidates is None
+            else self._target_ids(chosen.candidates),
         )
 
     def _logits(
@@ -416,7 +400,7 @@ def mtp_drafter(
     config: config_lib.ModelConfig,
     *,
     num_drafts: int,
-    draft_sampling: DraftSampling = "greedy",
+    draft_sampling: choice.DraftSampling = "greedy",
     token_ids: Iterable[int] | None = None,
     num_candidates: int = 0,
 ) -> MtpDrafter:
@@ -448,17 +432,9 @@ def mtp_drafter(
             f"`params.mtp` must have 1 layer, got {len(head.layers)}."
         )
     protocol.check_num_drafts(num_drafts)
-    if draft_sampling not in ("greedy", "sampled"):
-        raise ValueError(
-            f"`draft_sampling` must be greedy or sampled, got {draft_sampling!r}."
-        )
     ids = None if token_ids is None else _check_token_ids(token_ids, config.vocab_size)
     num_tokens = config.vocab_size if ids is None else len(ids)
-    if not 0 <= num_candidates <= num_tokens:
-        raise ValueError(
-            f"`num_candidates` must be in 0..{num_tokens}, the tokens that can be "
-            f"drafted, got {num_candidates}."
-        )
+    choice.check_options(draft_sampling, num_candidates, num_tokens)
     kept_ids = None if ids is None else jnp.array(ids, jnp.int32)
     return MtpDrafter(
         params=head,
@@ -470,25 +446,12 @@ def mtp_drafter(
     )
 
 
-class _Pick(NamedTuple):
-    """One draft per slot, as in `Proposal`: i32[B], f32[B], f32[B, V], i32[B, N]."""
-
-    token: Array
-    log_prob: Array
-    probs: Array | None
-    candidates: Array | None
-
-
 class _Chain(NamedTuple):
     """Carry of the loop over drafts."""
 
     token: Array  # i32[B], the newest draft
     hidden: Array  # [B, M], the head's output that it was picked from
     rows: verdict_lib.KVRows  # of J - 1 drafts, 0 where none is yet
-
-
-def _describe_array(dtype: DTypeLike, *shape: int) -> Any:
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def _start_chain(

@@ -1,9 +1,6 @@
 """The n-gram drafter: what followed the longest earlier match of the text's end."""
 
-from typing import Any
-
 import jax.numpy as jnp
-import jax.typing
 from flax import struct
 
 from metrale_jax import config as config_lib
@@ -15,7 +12,7 @@ from pallas_kernels import dispatch
 
 
 @struct.dataclass
-class NGramDrafter:
+class NGramDrafter(protocol.Stateless):
     """Proposes the tokens after the longest match; the earliest of equal matches.
 
     The text that is searched is prompt and output, `last_token` included. Keeps no
@@ -42,46 +39,6 @@ class NGramDrafter:
     @property
     def max_drafts(self) -> int:
         return self.num_drafts
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return ()
-
-    def describe_state(
-        self,
-        config: config_lib.ModelConfig,
-        decode: config_lib.DecodeConfig,
-        *,
-        dtype: jax.typing.DTypeLike,
-    ) -> Any:
-        return None
-
-    def describe_probs(
-        self, config: config_lib.ModelConfig, decode: config_lib.DecodeConfig
-    ) -> Any:
-        return None, None
-
-    def prefill(
-        self,
-        params: params_lib.ModelParams,
-        state: state_lib.SequenceState,
-        chunk: protocol.CommittedChunk,
-        *,
-        config: config_lib.ModelConfig,
-        implementation: dispatch.Implementation | None,
-    ) -> Any:
-        return None
-
-    def commit(
-        self,
-        params: params_lib.ModelParams,
-        state: state_lib.SequenceState,
-        rows: protocol.CommittedRows,
-        *,
-        config: config_lib.ModelConfig,
-        implementation: dispatch.Implementation | None,
-    ) -> Any:
-        return None
 
     def propose(
         self,

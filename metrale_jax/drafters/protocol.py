@@ -159,3 +159,49 @@ class Drafter(Protocol):
         `candidates` are as `describe_probs` says.
         """
         ...
+
+
+class Stateless:
+    """What a drafter without state of its own answers to the protocol; it may propose
+    from all that `SequenceState` holds.
+    """
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return ()
+
+    def describe_state(
+        self,
+        config: config_lib.ModelConfig,
+        decode: config_lib.DecodeConfig,
+        *,
+        dtype: jax.typing.DTypeLike,
+    ) -> None:
+        return None
+
+    def describe_probs(
+        self, config: config_lib.ModelConfig, decode: config_lib.DecodeConfig
+    ) -> tuple[Any, Any]:
+        return None, None
+
+    def prefill(
+        self,
+        params: params_lib.ModelParams,
+        state: state_lib.SequenceState,
+        chunk: CommittedChunk,
+        *,
+        config: config_lib.ModelConfig,
+        implementation: dispatch.Implementation | None,
+    ) -> None:
+        return None
+
+    def commit(
+        self,
+        params: params_lib.ModelParams,
+        state: state_lib.SequenceState,
+        rows: CommittedRows,
+        *,
+        config: config_lib.ModelConfig,
+        implementation: dispatch.Implementation | None,
+    ) -> None:
+        return None

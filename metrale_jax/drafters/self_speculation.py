@@ -8,40 +8,40 @@ what takes the time.
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jax.typing
 from flax import struct
+from jax.typing import DTypeLike
 
 from metrale_jax import config as config_lib
-from metrale_jax import picks
 from metrale_jax import proposal as proposal_lib
 from metrale_jax import state as state_lib
 from metrale_jax.axes import Array
-from metrale_jax.drafters import protocol
+from metrale_jax.drafters import choice, protocol
 from metrale_jax.model import params as params_lib
 from metrale_jax.model import transformer
 from pallas_kernels import dispatch
 
 
 @struct.dataclass
-class SelfSpeculationDrafter:
+class SelfSpeculationDrafter(protocol.Stateless):
     """Drafts with some of the target's own layers; keeps no state.
 
     Attributes:
       layers: indices of the layers that stay, ascending; at least one.
       num_drafts: J, 1..15.
-      draft_sampling: "greedy" takes each draft's argmax; "sampled" draws it as the
-        slot's tokens are drawn, and hands on the distribution.
+      draft_sampling: how drafts are chosen.
+      num_candidates: likeliest tokens per draft to report; 0 for none.
     """
 
     layers: tuple[int, ...] = struct.field(pytree_node=False)
     num_drafts: int = struct.field(pytree_node=False, default=3)
-    draft_sampling: Literal["greedy", "sampled"] = struct.field(
+    draft_sampling: choice.DraftSampling = struct.field(
         pytree_node=False, default="greedy"
     )
+    num_candidates: int = struct.field(pytree_node=False, default=0)
 
     def __post_init__(self) -> None:
         protocol.check_num_drafts(self.num_drafts)
@@ -55,50 +55,21 @@ class SelfSpeculationDrafter:
     def max_drafts(self) -> int:
         return self.num_drafts
 
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return ()
-
     def describe_state(
         self,
         config: config_lib.ModelConfig,
         decode: config_lib.DecodeConfig,
         *,
-        dtype: jax.typing.DTypeLike,
-    ) -> Any:
+        dtype: DTypeLike,
+    ) -> None:
         self._check_layers(config)
-        return None
 
     def describe_probs(
         self, config: config_lib.ModelConfig, decode: config_lib.DecodeConfig
-    ) -> Any:
-        if self.draft_sampling == "greedy":
-            return None, None
-        shape = (decode.num_slots, decode.max_drafts, config.vocab_size)
-        probs: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
-        return proposal_lib.DenseProbs(probs), None
-
-    def prefill(
-        self,
-        params: params_lib.ModelParams,
-        state: state_lib.SequenceState,
-        chunk: protocol.CommittedChunk,
-        *,
-        config: config_lib.ModelConfig,
-        implementation: dispatch.Implementation | None,
-    ) -> Any:
-        return None
-
-    def commit(
-        self,
-        params: params_lib.ModelParams,
-        state: state_lib.SequenceState,
-        rows: protocol.CommittedRows,
-        *,
-        config: config_lib.ModelConfig,
-        implementation: dispatch.Implementation | None,
-    ) -> Any:
-        return None
+    ) -> tuple[Any, Any]:
+        return choice.describe_probs(
+            config, decode, self.draft_sampling, self.num_candidates
+        )
 
     def propose(
         self,
@@ -116,10 +87,9 @@ class SelfSpeculationDrafter:
             state, layers=tuple(state.layers[index] for index in self.layers)
         )
         thin_config = self._thin_config(config)
-        start = state.length + 1
         num_slots, num_drafts = state.num_slots, self.num_drafts
 
-        def add_draft(rows: Array, column: Array) -> tuple[Array, tuple]:
+        def add_draft(rows: Array, column: Array) -> tuple[Array, choice.Choice]:
             """Drafts from row `column`; later rows hold padding, which it can't see."""
             output = transformer.verify_rows(
                 thin_params,
@@ -132,31 +102,23 @@ class SelfSpeculationDrafter:
                 output.hidden, jnp.full((num_slots, 1, 1), column), axis=1
             )
             logits = transformer.project_logits(params, hidden)
-            if self.draft_sampling == "greedy":
-                draft, probs = jnp.argmax(logits, axis=-1).astype(jnp.int32), None
-            else:
-                draft, probs = picks.draw_drafts(
-                    logits, start, state.sampling, first_column=column
-                )
-                probs = probs[:, 0]
-            log_probs = jax.nn.log_softmax(logits, axis=-1)
-            log_prob = jnp.take_along_axis(log_probs, draft[..., None], axis=-1)
+            chosen = choice.choose_drafts(
+                logits,
+                state,
+                self.draft_sampling,
+                self.num_candidates,
+                first_column=column,
+            )
+            chosen = jax.tree.map(lambda leaf: leaf[:, 0], chosen)
             # The last draft has no row of its own: its write is dropped.
-            rows = rows.at[:, column + 1].set(draft[:, 0], mode="drop")
-            return rows, (draft[:, 0], log_prob[:, 0, 0], probs)
+            rows = rows.at[:, column + 1].set(chosen.drafts, mode="drop")
+            return rows, chosen
 
         rows = jnp.pad(state.last_token[:, None], ((0, 0), (0, num_drafts - 1)))
-        _, (drafts, log_probs, probs) = jax.lax.scan(
-            add_draft, rows, jnp.arange(num_drafts, dtype=jnp.int32)
-        )
-        if probs is not None:
-            probs = proposal_lib.DenseProbs(jnp.swapaxes(probs, 0, 1))
-        return proposal_lib.Proposal(
-            drafts=drafts.T,
-            num_drafts=jnp.full(num_slots, num_drafts, jnp.int32),
-            log_probs=log_probs.T,
-            probs=probs,
-        )
+        columns = jnp.arange(num_drafts, dtype=jnp.int32)
+        _, chosen = jax.lax.scan(add_draft, rows, columns)
+        chosen = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), chosen)
+        return choice.as_proposal(chosen, jnp.full(num_slots, num_drafts, jnp.int32))
 
     def _check_layers(self, config: config_lib.ModelConfig) -> None:
         if self.layers[0] < 0 or self.layers[-1] >= config.num_layers:

@@ -8,7 +8,6 @@ limiting the drafts, is the library's own code.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from flax import struct
 import tiny_models as models
 from metrale_jax import config as config_lib
 from metrale_jax import drafting, fold, proposal, state, verdict, verify
-from metrale_jax.drafters import confidence
+from metrale_jax.drafters import confidence, protocol
 
 VOCAB_SIZE = 64
 END_TOKEN = 63
@@ -78,7 +77,7 @@ def prompt_of(request: int, length: int) -> tuple[int, ...]:
 
 
 @struct.dataclass
-class ToyDrafter:
+class ToyDrafter(protocol.Stateless):
     """Proposes rows of a table that the host filled for this round."""
 
     table: jax.Array  # i32[B, J]
@@ -87,22 +86,6 @@ class ToyDrafter:
     @property
     def max_drafts(self) -> int:
         return self.num_drafts
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return ()
-
-    def describe_state(self, config, decode, *, dtype) -> Any:
-        return None
-
-    def describe_probs(self, config, decode) -> Any:
-        return None, None
-
-    def prefill(self, params, state, chunk, *, config, implementation) -> Any:
-        return None
-
-    def commit(self, params, state, rows, *, config, implementation) -> Any:
-        return None
 
     def propose(self, params, state, *, config, implementation) -> proposal.Proposal:
         return proposal.Proposal(

@@ -39,13 +39,25 @@ OFFERED = ([3, 0, 2, 3, 0, 0, 3, 1], [0, 3, 3, 1, 2, 3, 0, 3], [3, 3, 3, 2, 3, 3
 RIGHT = ([3, 0, 2, 0, 0, 0, 1, 1], [0, 2, 3, 0, 1, 3, 0, 1], [0, 0, 3, 0, 0, 3, 2, 0])
 
 
+TARGETS = {
+    "dense": (models.DENSE, "float32"),
+    "moe": (models.MOE, "float32"),
+    "wide": (models.WIDE, "float32"),
+    "wide in bfloat16": (models.WIDE, "bfloat16"),
+}
+
+
 class Target:
     """A random target with a head, and what plain decoding makes of the prompts."""
 
     def __init__(self, kind: str) -> None:
-        self.config = dataclasses.replace(models.CONFIGS[kind], num_mtp_layers=1)
+        config, self.dtype = TARGETS[kind]
+        self.config = dataclasses.replace(config, num_mtp_layers=1)
         self.params = params_lib.init_params(
-            self.config, rng_key=jax.random.key(0), with_mtp=True
+            self.config,
+            rng_key=jax.random.key(0),
+            dtype=jnp.dtype(self.dtype),
+            with_mtp=True,
         )
 
     @functools.cached_property
@@ -57,7 +69,7 @@ class Target:
 
     def start_all(self, drafter, slots=range(3), batch=None):
         if batch is None:
-            batch = models.make_state(self.config, drafter)
+            batch = models.make_state(self.config, drafter, self.dtype)
         for slot in slots:
             batch = models.start(
                 self.params,
@@ -124,7 +136,8 @@ def _dflash(config):
 
 
 DENSE_DRAFTERS = ("scripted", "mtp", "dflash", "ngram", "prompt_lookup", "self")
-CASES = [("dense", name) for name in DENSE_DRAFTERS] + [("moe", "scripted")]
+CASES = [("dense", name) for name in DENSE_DRAFTERS]
+CASES += [(kind, "scripted") for kind in TARGETS if kind != "dense"]
 
 
 @functools.cache
@@ -194,12 +207,16 @@ def test_after_every_round_a_slot_is_where_plain_decoding_is(kind, name):
     assert compared >= 2 * NUM_ROUNDS
     stats = batch.stats
     assert int(stats.drafted.sum()) > 0
-    if name == "scripted":
+    assert int(stats.accepted.sum()) > 0 or name not in ("scripted", "ngram")
+    # In 16 bits the default tier, which wrote the script, may pick other tokens.
+    if name == "scripted" and target.dtype == "float32":
         served = np.array(RIGHT)[:, np.arange(NUM_ROUNDS) % len(RIGHT[0])]
         np.testing.assert_array_equal(stats.accepted, served.sum(axis=1))
 
 
-@pytest.mark.parametrize(("kind", "name"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "name"), [case for case in CASES if "wide" not in case[0]]
+)
 def test_other_slots_and_stale_contents_change_no_bit(kind, name):
     target = make_target(kind)
     drafter = target.make_drafter(name)
