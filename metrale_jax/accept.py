@@ -42,7 +42,7 @@ def rejection_sampling(
       target_probs: p of every row, as plain sampling would draw from it.
       draft_probs: q, the distribution that each draft was really drawn from; one-hot
         for a drafter that draws nothing.
-      drafts: J = K - 1 drafts.
+      drafts: J = K - 1 drafts, tokens of the vocabulary as far as they count.
       num_drafts: how many of them count.
       uniforms: one per draft.
     """
@@ -138,7 +138,9 @@ def _probability_of(
     return jnp.take_along_axis(probs, tokens[..., None], axis=2)[..., 0]
 
 
-def _is_offered(drafts: Array, num_drafts: Array) -> Bool[Array, "B J"]:
+def _is_offered(
+    drafts: Int32[Array, "B J"], num_drafts: Int32[Array, " B"]
+) -> Bool[Array, "B J"]:
     column = jnp.arange(drafts.shape[1], dtype=jnp.int32)
     return column[None, :] < num_drafts[:, None]
 

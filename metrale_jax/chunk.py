@@ -72,11 +72,7 @@ def prefill(
         drafter's and the drafter is missing.
     """
     _check_chunks(slots, tokens, num_tokens, is_last)
-    if drafter is None and state.drafter is not None:
-        raise ValueError(
-            "`state` holds a drafter's state, which would fall behind; give `prefill` "
-            "the `drafter`."
-        )
+    protocol.check_state(drafter, state, config)
     is_slot = (slots >= 0) & (slots < state.num_slots)
     gathered = _gather_slots(state, slots, implementation)
     is_slot &= gathered.finish_reason != state_lib.FINISHED_ERROR
@@ -101,31 +97,54 @@ def prefill(
     emission = _first_token(
         params, after, starts, overflows, config=config, num_log_probs=num_log_probs
     )
-    first_token = emission.tokens[:, 0]
     kept = None
     if drafter is not None:
-        kept = drafter.prefill(
-            params,
-            gathered,
-            protocol.CommittedChunk(
-                start=gathered.length,
-                tokens=tokens,
-                num_tokens=num_tokens,
-                is_last=starts,
-                first_token=first_token,
-                previous_hidden=gathered.hidden,
-                hidden=output.hidden,
-                taps=output.taps[len(taps) :],
-            ),
-            config=config,
-            implementation=implementation,
+        chunk = protocol.CommittedChunk(
+            start=gathered.length,
+            tokens=tokens,
+            num_tokens=num_tokens,
+            is_last=starts,
+            first_token=emission.tokens[:, 0],
+            previous_hidden=gathered.hidden,
+            hidden=output.hidden,
+            taps=output.taps[len(taps) :],
         )
+        kept = drafter.prefill(
+            params, gathered, chunk, config=config, implementation=implementation
+        )
+    state = _write_back(
+        state, slots, gathered, after, emission, num_tokens, starts, overflows
+    )
+    written_slots = indices.inert_unless(ran, slots, state.num_slots)
+    state = dataclasses.replace(
+        state,
+        drafter=_put_drafter(state.drafter, kept, written_slots),
+        layers=tuple(
+            _commit_layer(layer, values, gathered, written_slots, num_tokens)
+            for layer, values in zip(state.layers, output.layers, strict=True)
+        ),
+    )
+    return state, PrefillOutput(emission, output.hidden, output.taps[: len(taps)])
 
+
+def _write_back(
+    state: state_lib.SequenceState,
+    slots: Int32[Array, " R"],
+    gathered: state_lib.SequenceState,
+    after: state_lib.SequenceState,
+    emission: verdict_lib.Emission,
+    num_tokens: Int32[Array, " R"],
+    starts: Bool[Array, " R"],
+    overflows: Bool[Array, " R"],
+) -> state_lib.SequenceState:
+    """Writes the bookkeeping of the R slots; caches and the drafter's state apart."""
+    ran = num_tokens > 0
     written_slots = indices.inert_unless(ran, slots, state.num_slots)
     started_slots = indices.inert_unless(starts, slots, state.num_slots)
     judged_slots = indices.inert_unless(starts | overflows, slots, state.num_slots)
+    first_token = emission.tokens[:, 0]
     at_first = (started_slots, jnp.minimum(after.length, state.max_length - 1))
-    state = dataclasses.replace(
+    return dataclasses.replace(
         state,
         length=_put(state.length, written_slots, after.length),
         tokens=indices.write_rows(
@@ -137,13 +156,7 @@ def prefill(
         last_token=_put(state.last_token, started_slots, first_token),
         active=_put(state.active, started_slots, ~emission.finished),
         finish_reason=_put(state.finish_reason, judged_slots, emission.reason),
-        drafter=_put_drafter(state.drafter, kept, written_slots),
-        layers=tuple(
-            _commit_layer(layer, values, gathered, written_slots, num_tokens)
-            for layer, values in zip(state.layers, output.layers, strict=True)
-        ),
     )
-    return state, PrefillOutput(emission, output.hidden, output.taps[: len(taps)])
 
 
 def _check_chunks(
@@ -295,7 +308,7 @@ def _first_token(
         token[:, None],
         jnp.ones(num_slots, jnp.int32),
         after.length_limit - after.length,
-        judgement.is_finite,
+        judgement.is_valid,
         config,
     )
     count = jnp.where(starts, count, 0)

@@ -40,8 +40,20 @@ def propose(
       implementation: of the kernels.
 
     Raises:
-      ValueError: the state was made without this drafter, or with less room.
+      ValueError: the state was made without this drafter, or with less room; or
+        `limits` prunes drafts that were drawn.
     """
+    protocol.check_state(drafter, state, config)
+    if limits.prune_ratio is not None and state.proposal.probs is not None:
+        raise ValueError(
+            "`limits.prune_ratio` would bias which drawn drafts are offered; choose "
+            "drafts greedily, or use `confidence_stop`."
+        )
+    if max_num_drafts is not None and max_num_drafts.shape != (state.num_slots,):
+        raise ValueError(
+            f"`max_num_drafts` must be int32[{state.num_slots}], got shape "
+            f"{max_num_drafts.shape}."
+        )
     if drafter.max_drafts > state.max_drafts:
         raise ValueError(
             f"`state` holds {state.max_drafts} drafts a slot, but `drafter` proposes "

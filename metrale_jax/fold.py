@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import chex
 import jax.numpy as jnp
 
 from metrale_jax import config as config_lib
@@ -45,13 +44,12 @@ def apply_verdict(
       implementation: of the drafter's kernels.
 
     Raises:
-      ValueError: the state has a drafter's and the drafter is missing, or the verdict
-        has more rows than the state has room for.
+      ValueError: the verdict is of another batch or target, has more rows than the
+        state has room for, or lacks what the drafter reads; or the state was made for
+        another drafter.
     """
     judgement = verdict.judgement
-    per_slot = (judgement.num_accepted, judgement.bonus_token, judgement.is_finite)
-    # A verdict of another state fails here, while tracing.
-    chex.assert_shape(per_slot, (state.num_slots,))
+    _check_verdict(state, verdict, drafter)
     num_drafts = judgement.drafts.shape[1]
     if num_drafts > state.max_drafts:
         raise ValueError(
@@ -65,7 +63,7 @@ def apply_verdict(
         emitted,
         judgement.num_accepted + 1,
         state.length_limit - (state.length + 1),
-        judgement.is_finite,
+        judgement.is_valid,
         config,
     )
     count = jnp.where(state.active, count, 0)
@@ -73,13 +71,44 @@ def apply_verdict(
     row_index = jnp.arange(emitted.shape[1], dtype=jnp.int32)
     is_emitted = row_index[None, :] < count[:, None]
     emitted = jnp.where(is_emitted, emitted, 0)
+    advanced = _advance(state, verdict, emitted, count, finished, reason)
+    rows = protocol.CommittedRows(
+        start=state.length,
+        count=count,
+        next_tokens=emitted,
+        hidden=verdict.hidden,
+        taps=_taps_for(drafter, verdict),
+        num_drafts=judgement.num_drafts,
+        num_accepted=judgement.num_accepted,
+    )
+    advanced = _commit_drafter(advanced, rows, params, drafter, config, implementation)
+    emission = verdict_lib.Emission(
+        tokens=emitted,
+        count=count,
+        finished=finished,
+        reason=advanced.finish_reason,
+        log_probs=judgement.log_probs,
+    )
+    return advanced, emission
 
+
+def _advance(
+    state: state_lib.SequenceState,
+    verdict: verdict_lib.Verdict,
+    emitted: Int32[Array, "B K"],
+    count: Int32[Array, " B"],
+    finished: Bool[Array, " B"],
+    reason: Int32[Array, " B"],
+) -> state_lib.SequenceState:
+    """Commits the first `count` rows and tokens of each slot, the drafter's apart."""
+    judgement = verdict.judgement
     ran = count > 0
+    row_index = jnp.arange(emitted.shape[1], dtype=jnp.int32)
+    is_emitted = row_index[None, :] < count[:, None]
     last_row = jnp.maximum(count - 1, 0)[:, None]
     last_token = jnp.take_along_axis(emitted, last_row, axis=1)[:, 0]
     hidden = jnp.take_along_axis(verdict.hidden, last_row[:, :, None], axis=1)[:, 0]
-    start = state.length
-    state = dataclasses.replace(
+    return dataclasses.replace(
         state,
         length=state.length + count,
         last_token=jnp.where(ran, last_token, state.last_token),
@@ -105,31 +134,40 @@ def apply_verdict(
             for layer, rows in zip(state.layers, verdict.layers, strict=True)
         ),
     )
-    rows = protocol.CommittedRows(
-        start=start,
-        count=count,
-        next_tokens=emitted,
-        hidden=verdict.hidden,
-        taps=verdict.taps,
-        num_drafts=judgement.num_drafts,
-        num_accepted=judgement.num_accepted,
-    )
-    state = _commit_drafter(state, rows, params, drafter, config, implementation)
-    emission = verdict_lib.Emission(
-        tokens=emitted,
-        count=count,
-        finished=finished,
-        reason=state.finish_reason,
-        log_probs=judgement.log_probs,
-    )
-    return state, emission
+
+
+def _check_verdict(
+    state: state_lib.SequenceState,
+    verdict: verdict_lib.Verdict,
+    drafter: protocol.Drafter | None,
+) -> None:
+    num_slots = verdict.judgement.num_accepted.shape[0]
+    if num_slots != state.num_slots or len(verdict.layers) != len(state.layers):
+        raise ValueError(
+            f"`verdict` is of {num_slots} slots and {len(verdict.layers)} layers, "
+            f"`state` of {state.num_slots} and {len(state.layers)}; apply a verdict to "
+            "the state that was verified."
+        )
+    missing = set(() if drafter is None else drafter.taps) - set(verdict.tap_layers)
+    if missing:
+        raise ValueError(
+            f"`verdict` lacks the taps {sorted(missing)} that `drafter` reads; verify "
+            "with `taps=drafter.taps`."
+        )
+
+
+def _taps_for(
+    drafter: protocol.Drafter | None, verdict: verdict_lib.Verdict
+) -> tuple[Array, ...]:
+    wanted = () if drafter is None else drafter.taps
+    return tuple(verdict.taps[verdict.tap_layers.index(layer)] for layer in wanted)
 
 
 def count_and_reason(
     emitted: Int32[Array, "B K"],
     num_available: Int32[Array, " B"],
     room: Int32[Array, " B"],
-    is_finite: Bool[Array, " B"],
+    is_valid: Bool[Array, " B"],
     config: config_lib.ModelConfig,
 ) -> tuple[Int32[Array, " B"], Int32[Array, " B"]]:
     """How many tokens each slot emits, and why it stops if it does.
@@ -138,13 +176,15 @@ def count_and_reason(
       emitted: the tokens at hand.
       num_available: how many of them count.
       room: tokens until the slot's limit.
-      is_finite: the target could pick them; a slot that it could not fails.
+      is_valid: the target could pick them; a slot that it could not fails.
       config: of the target, for its end tokens.
     """
     room = jnp.maximum(room, 0)
     available = jnp.minimum(num_available, room)
     row_index = jnp.arange(emitted.shape[1], dtype=jnp.int32)
-    ends = _is_end_token(emitted, config) & (row_index[None, :] < available[:, None])
+    ends = verify_lib.is_end_token(emitted, config) & (
+        row_index[None, :] < available[:, None]
+    )
     has_end = jnp.any(ends, axis=1)
     end_row = jnp.argmax(ends, axis=1).astype(jnp.int32)
     count = jnp.where(has_end, end_row + 1, available)
@@ -153,8 +193,8 @@ def count_and_reason(
         state_lib.FINISHED_END_TOKEN,
         jnp.where(count == room, state_lib.FINISHED_LENGTH, state_lib.RUNNING),
     )
-    count = jnp.where(is_finite, count, 0)
-    return count, jnp.where(is_finite, reason, state_lib.FINISHED_ERROR)
+    count = jnp.where(is_valid, count, 0)
+    return count, jnp.where(is_valid, reason, state_lib.FINISHED_ERROR)
 
 
 def write_tokens(
@@ -205,12 +245,8 @@ def _commit_drafter(
     config: config_lib.ModelConfig,
     implementation: dispatch.Implementation | None,
 ) -> state_lib.SequenceState:
+    protocol.check_state(drafter, state, config)
     if drafter is None:
-        if state.drafter is not None:
-            raise ValueError(
-                "`state` holds a drafter's state, which would fall behind; give "
-                "`apply_verdict` the `drafter` and `params`."
-            )
         return state
     if params is None:
         raise ValueError("`apply_verdict` needs `params` to advance a `drafter`.")
@@ -234,17 +270,6 @@ def _candidate_rank(
     rank = jnp.argmax(matches, axis=1).astype(jnp.int32)
     fell = num_accepted < judgement.num_drafts
     return jnp.where(fell & jnp.any(matches, axis=1), rank, -1)
-
-
-def _is_end_token(
-    tokens: Int32[Array, "..."], config: config_lib.ModelConfig
-) -> Bool[Array, "..."]:
-    if not config.end_token_ids:
-        return jnp.zeros(tokens.shape, bool)
-    ids = jnp.array(config.end_token_ids, jnp.int32)
-    return jnp.any(
-        tokens[..., None] == ids.reshape((1,) * tokens.ndim + (-1,)), axis=-1
-    )
 
 
 def _commit_layer(

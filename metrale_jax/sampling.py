@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -169,7 +170,11 @@ class SamplingOptions:
 
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
-            _check_range(name, getattr(self, name), low, high)
+            value = getattr(self, name)
+            is_integer = isinstance(value, numbers.Integral)
+            if isinstance(low, int) and not is_integer:
+                raise ValueError(f"`{name}` must be an integer, got {value!r}.")
+            _check_range(name, value, low, high)
         if self.top_p == 0.0:
             raise ValueError("`top_p` must be above 0, got 0; 1 keeps every token.")
         for token, value in self.logit_bias.items():
@@ -273,7 +278,10 @@ def _check_tokens(
 ) -> list[int]:
     checked = list(tokens)
     for token in checked:
-        if not 0 <= token < config.vocab_size:
+        if (
+            not isinstance(token, numbers.Integral)
+            or not 0 <= token < config.vocab_size
+        ):
             raise ValueError(
                 f"`{name}` must name tokens 0..{config.vocab_size - 1} (the "
                 f"vocabulary), got {token}."

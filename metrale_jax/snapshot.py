@@ -59,7 +59,8 @@ def restore_snapshot(
       slot: where.
       snapshot: from `take_snapshot`.
       pages: pages that the slot may write from now on, as in `SlotRequest`: at least
-        as many as hold the snapshot's tokens.
+        as many as hold the snapshot's tokens. Its limit is lowered to what they hold; a
+        slot without room for another token finishes with its next round.
 
     Raises:
       ValueError: the batch was made with other sizes, or for another drafter.
@@ -75,8 +76,13 @@ def restore_snapshot(
         return indices.write_rows(node, (slot,), saved)
 
     restored = jax.tree.map(put, state, snapshot.slot, is_leaf=_is_cache)
+    limit = jnp.minimum(
+        snapshot.slot.length_limit, state_lib.page_capacity(state, pages)
+    )
     return dataclasses.replace(
-        restored, page_table=indices.write_rows(state.page_table, (slot,), pages)
+        restored,
+        page_table=indices.write_rows(state.page_table, (slot,), pages),
+        length_limit=indices.write_rows(state.length_limit, (slot,), limit),
     )
 
 

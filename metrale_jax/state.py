@@ -25,9 +25,8 @@ from pallas_kernels import gated_delta
 # Values of `SequenceState.finish_reason`.
 RUNNING = 0
 FINISHED_END_TOKEN = 1
-FINISHED_STOP = 2
-FINISHED_LENGTH = 3
-FINISHED_ERROR = 4
+FINISHED_LENGTH = 2
+FINISHED_ERROR = 3
 
 
 @struct.dataclass
@@ -268,6 +267,8 @@ def make_request(
             )
         pages = range(first, first + pages_per_slot)
     assert pages is not None
+    if len(set(pages)) < len(pages):
+        raise ValueError(f"`pages` must be distinct, got {list(pages)}.")
     if len(pages) > pages_per_slot:
         raise ValueError(
             f"`pages` must be at most {pages_per_slot} (`pages_per_slot`), got "
@@ -276,6 +277,12 @@ def make_request(
     missing = [decode.num_pages] * (pages_per_slot - len(pages))
     if length_limit is None:
         length_limit = decode.max_length
+    for name, value in (
+        ("length_limit", length_limit),
+        ("prompt_length", prompt_length),
+    ):
+        if not 0 <= value < 2**31:
+            raise ValueError(f"`{name}` must be in 0..2**31-1, got {value}.")
     return SlotRequest(
         pages=jnp.array([*pages, *missing], jnp.int32),
         length_limit=jnp.int32(length_limit),
@@ -303,7 +310,7 @@ def insert(state: SequenceState, slot: Array, request: SlotRequest) -> SequenceS
         prompt_length=put(fresh.prompt_length, request.prompt_length),
         length_limit=put(
             fresh.length_limit,
-            jnp.minimum(request.length_limit, _capacity(state, request.pages)),
+            jnp.minimum(request.length_limit, page_capacity(state, request.pages)),
         ),
         sampling=jax.tree.map(put, fresh.sampling, request.sampling),
     )
@@ -350,7 +357,7 @@ def _neutral_value(
             return jnp.zeros(shape, dtype)
 
 
-def _capacity(state: SequenceState, pages: Array) -> Array:
+def page_capacity(state: SequenceState, pages: Array) -> Array:
     """Tokens that a slot with these pages (i32[pages per slot]) can hold, i32[]."""
     capacity = jnp.int32(state.max_length)
     for layer in state.layers:

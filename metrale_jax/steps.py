@@ -149,6 +149,8 @@ def decode_rounds(
     rounds, packed to the left: `tokens` i32[B, num_rounds * K]. Other arguments and
     errors as for `decode_round`.
     """
+    if num_rounds < 1:
+        raise ValueError(f"`num_rounds` must be at least 1, got {num_rounds}.")
     options = _Options(config, accept_rule, num_log_probs, limits, implementation)
     num_rows = 1 if drafter is None else state.max_drafts + 1
     emission = _empty_emission(state, num_rounds * num_rows, num_log_probs)
@@ -162,6 +164,53 @@ def decode_rounds(
 
     rounds = jax.lax.while_loop(goes_on, body, _Rounds(jnp.int32(0), state, emission))
     return rounds.state, rounds.emission
+
+
+def separate_round(
+    params: params_lib.ModelParams,
+    state: state_lib.SequenceState,
+    drafter: protocol.Drafter,
+    max_num_drafts: Int32[Array, " B"] | None = None,
+    *,
+    config: config_lib.ModelConfig,
+    accept_rule: verify_lib.AcceptRule = "match",
+    num_log_probs: int | None = None,
+    limits: confidence.DraftLimits = confidence.NO_LIMITS,
+    implementation: dispatch.Implementation | None = None,
+) -> tuple[state_lib.SequenceState, verdict_lib.Emission]:
+    """`decode_round` as three programs that a host may look between. Donates `state`.
+
+    This is the strict tier, by `implementation="reference"`: with `max_num_drafts` 0 it
+    decodes plainly in the very program that verifies drafts, so that a row has the same
+    bits however many drafts ride along. Other arguments and errors as for `propose`,
+    `verify_batched` and `apply_verdict`.
+    """
+    pending = state.proposal
+    verdict = verify_batched(
+        params,
+        state,
+        pending.drafts,
+        pending.num_drafts,
+        config=config,
+        draft_probs=pending.probs,
+        accept_rule=accept_rule,
+        num_log_probs=num_log_probs,
+        taps=drafter.taps,
+        implementation=implementation,
+    )
+    state, emission = apply_verdict(
+        state, verdict, params, drafter, config=config, implementation=implementation
+    )
+    state = propose(
+        params,
+        state,
+        drafter,
+        max_num_drafts,
+        config=config,
+        limits=limits,
+        implementation=implementation,
+    )
+    return state, emission
 
 
 class _Options(NamedTuple):
@@ -189,16 +238,6 @@ def _decode_round(
     options: _Options,
 ) -> tuple[state_lib.SequenceState, verdict_lib.Emission]:
     pending = state.proposal
-    is_drawn = drafter is not None and pending.probs is not None
-    prunes = options.limits.prune_ratio is not None
-    if is_drawn and prunes and options.accept_rule != "match":
-        # Whether a draft is pruned depends on which token was drawn for it, so those
-        # that are left no longer follow the probabilities that come with them.
-        raise ValueError(
-            "`prune_ratio` would bias what the accept rule "
-            f"{options.accept_rule!r} emits when drafts are sampled; use the rule "
-            '"match", or greedy drafts, or `confidence_stop`.'
-        )
     num_columns = 0 if drafter is None else state.max_drafts
     verdict = verify_lib.verify(
         params,

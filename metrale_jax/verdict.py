@@ -53,7 +53,7 @@ class Judgement:
       num_accepted: i32[B], leading accepted drafts, 0..num_drafts.
       bonus_token: i32[B], the target's own token after the last accepted row. After a
         rejection under sampling, other engines call it the recovered token.
-      is_finite: bool[B], every row that counts had finite logits and a token to pick.
+      is_valid: bool[B], every row that counts had finite logits and a token to pick.
       hits: bool[B, J], each draft right by itself, whatever came before it.
       log_probs: `LogProbs` of the rows if they were asked for, else None.
     """
@@ -62,7 +62,7 @@ class Judgement:
     num_drafts: Array
     num_accepted: Array
     bonus_token: Array
-    is_finite: Array
+    is_valid: Array
     hits: Array
     log_probs: Any
 
@@ -76,12 +76,14 @@ class Verdict:
       hidden: [B, K, M], final hidden of every row, after the last norm.
       taps: residual streams [B, K, M] after the layers that were asked for.
       layers: uncommitted rows per layer, in order.
+      tap_layers: which layers these were.
     """
 
     judgement: Judgement
     hidden: Array
     taps: tuple[Array, ...]
     layers: tuple[LayerRows, ...]
+    tap_layers: tuple[int, ...] = struct.field(pytree_node=False, default=())
 
     @property
     def num_accepted(self) -> Array:

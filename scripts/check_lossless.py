@@ -220,17 +220,19 @@ def run(*, checkpoint: str, revision: str | None, options: Options) -> Report:
             progress=progress,
         )
     target = lossless_target.Target(params, config, options.dtype)
-    counts = options.draft_counts or _default_draft_counts(target)
+    drafter = drafter_flags.build_drafter(params, config, dtype=options.dtype)
+    assert drafter is not None, "_read_options refuses --drafter=none"
+    counts = options.draft_counts or _default_draft_counts(drafter)
     loaded = time.perf_counter()
     # The sampled part goes two tokens beyond a prompt.
     longest = max(map(len, prompts)) + max(options.greedy.max_new_tokens, 2)
     reference = lossless_target.Reference(target, longest, max(map(len, prompts)))
-    greedy = _check_greedy(target, reference, prompts, counts, options)
+    greedy = _check_greedy(target, reference, drafter, prompts, counts, options)
     sampled = []
     if options.sampled is not None:
-        drafter = _build_drafter(target, max(counts))
+        widest = _with_num_drafts(drafter, max(counts))
         sampled = lossless_sampled.check(
-            target, reference, drafter, prompts, options.sampled, _report_progress
+            target, reference, widest, prompts, options.sampled, _report_progress
         )
     return Report(
         greedy=tuple(greedy),
@@ -244,6 +246,7 @@ def run(*, checkpoint: str, revision: str | None, options: Options) -> Report:
 def _check_greedy(
     target: lossless_target.Target,
     reference: lossless_target.Reference,
+    drafter: protocol.Drafter,
     prompts: list[tuple[int, ...]],
     counts: Iterable[int],
     options: Options,
@@ -252,7 +255,7 @@ def _check_greedy(
     # Without drafts and not strictly, plain runs don't depend on the drafter.
     plain_runs: dict[int, batch_lib.BatchResult] = {}
     for num_drafts in counts:
-        drafter = _build_drafter(target, num_drafts)
+        drafter = _with_num_drafts(drafter, num_drafts)
         for batch_size in options.batch_sizes:
             _report_progress(f"greedy: batch of {batch_size}, {num_drafts} drafts")
             requests = [prompts[index % len(prompts)] for index in range(batch_size)]
@@ -271,24 +274,18 @@ def _check_greedy(
     return rows
 
 
-def _build_drafter(
-    target: lossless_target.Target, num_drafts: int | None
-) -> protocol.Drafter:
-    drafter = drafter_flags.build_drafter(
-        target.params, target.config, dtype=target.dtype, num_drafts=num_drafts
-    )
-    assert drafter is not None, "_read_options refuses --drafter=none"
-    return drafter
-
-
-def _default_draft_counts(target: lossless_target.Target) -> tuple[int, ...]:
+def _default_draft_counts(drafter: protocol.Drafter) -> tuple[int, ...]:
     wanted = drafter_flags.num_drafts()
     if wanted is not None:
         return (wanted,)
     most = protocol.MAX_NUM_DRAFTS
     if drafter_flags.drafter_kind() == "dflash":
-        most = _build_drafter(target, None).max_drafts
+        most = drafter.max_drafts
     return tuple(sorted({min(count, most) for count in _DRAFT_COUNTS_DEFAULT}))
+
+
+def _with_num_drafts(drafter: protocol.Drafter, num_drafts: int) -> protocol.Drafter:
+    return dataclasses.replace(drafter, num_drafts=num_drafts)
 
 
 def _warnings(

@@ -17,8 +17,7 @@ _DRAFTER = flags.DEFINE_enum(
 _DRAFTER_CHECKPOINT = flags.DEFINE_string(
     "drafter_checkpoint",
     None,
-    "Folder or hub id: of the drafter for dflash; for mtp, of a checkpoint whose head "
-    "is taken instead of the target's own.",
+    "Folder or hub id of the drafter, for --drafter=dflash.",
 )
 _NUM_DRAFTS = flags.DEFINE_integer(
     "num_drafts",
@@ -67,7 +66,7 @@ def num_drafts() -> int | None:
 
 def is_mtp() -> bool:
     """Whether the target must be loaded with its multi-token-prediction head."""
-    return _DRAFTER.value == "mtp" and _DRAFTER_CHECKPOINT.value is None
+    return _DRAFTER.value == "mtp"
 
 
 def draft_limits() -> confidence.DraftLimits:
@@ -84,10 +83,8 @@ def check_flags() -> None:
         raise ValueError(
             "--drafter=dflash needs --drafter_checkpoint=FOLDER_OR_HUB_ID."
         )
-    if _DRAFTER_CHECKPOINT.value is not None and kind not in ("dflash", "mtp"):
-        raise ValueError(
-            f"--drafter_checkpoint is for dflash and mtp, got --drafter={kind}."
-        )
+    if _DRAFTER_CHECKPOINT.value is not None and kind != "dflash":
+        raise ValueError(f"--drafter_checkpoint is for dflash, got --drafter={kind}.")
     if _SELF_LAYERS.value is not None and kind != "self":
         raise ValueError(f"--self_layers is for self, got --drafter={kind}.")
     if _DRAFT_SAMPLING.value == "sampled" and kind not in ("mtp", "dflash", "self"):
@@ -103,7 +100,6 @@ def build_drafter(
     config: config_lib.ModelConfig,
     *,
     dtype: jax.typing.DTypeLike,
-    num_drafts: int | None = None,
 ) -> protocol.Drafter | None:
     """Returns the drafter that the flags name; None for none.
 
@@ -111,69 +107,49 @@ def build_drafter(
       params: of the target.
       config: of the target.
       dtype: of a drafter's weights.
-      num_drafts: drafts per round instead of --num_drafts.
 
     Raises:
       ValueError: the drafter doesn't fit the target, or its checkpoint is broken.
     """
     kind = _DRAFTER.value
-    wanted = num_drafts or _NUM_DRAFTS.value
-    if kind == "dflash":
-        folder = checkpoint_lib.locate(_DRAFTER_CHECKPOINT.value)
-        draft_config, draft_params = checkpoint_lib.load_dflash(
-            folder, dtype=dtype, target_config=config
-        )
-        return drafters.DFlashDrafter(
-            params=draft_params,
-            config=draft_config,
-            num_drafts=wanted or draft_config.block_size - 1,
-            draft_sampling=_DRAFT_SAMPLING.value,
-        )
-    if kind == "none":
-        return None
-    wanted = wanted or _DEFAULT_NUM_DRAFTS[kind]
+    num_drafts = _NUM_DRAFTS.value or _DEFAULT_NUM_DRAFTS.get(kind)
     match kind:
+        case "none":
+            return None
         case "mtp":
             return drafters.mtp_drafter(
-                _with_head(params, config, dtype),
+                params,
                 config,
-                num_drafts=wanted,
+                num_drafts=num_drafts,
+                draft_sampling=_DRAFT_SAMPLING.value,
+            )
+        case "dflash":
+            folder = checkpoint_lib.locate(_DRAFTER_CHECKPOINT.value)
+            draft_config, draft_params = checkpoint_lib.load_dflash(
+                folder, dtype=dtype, target_config=config
+            )
+            whole_block = min(draft_config.block_size - 1, protocol.MAX_NUM_DRAFTS)
+            return drafters.DFlashDrafter(
+                params=draft_params,
+                config=draft_config,
+                num_drafts=num_drafts or whole_block,
                 draft_sampling=_DRAFT_SAMPLING.value,
             )
         case "ngram":
-            return drafters.NGramDrafter(num_drafts=wanted)
+            return drafters.NGramDrafter(num_drafts=num_drafts)
         case "prompt_lookup":
-            return drafters.PromptLookupDrafter(num_drafts=wanted)
+            return drafters.PromptLookupDrafter(num_drafts=num_drafts)
         case "self":
             layers = drafters.attention_layers(config)
             if _SELF_LAYERS.value is not None:
                 layers = _parse_layers(_SELF_LAYERS.value)
             return drafters.SelfSpeculationDrafter(
                 layers=layers,
-                num_drafts=wanted,
+                num_drafts=num_drafts,
                 draft_sampling=_DRAFT_SAMPLING.value,
             )
         case _:
             raise ValueError(f"--drafter must be one of {KINDS}, got {kind!r}.")
-
-
-def _with_head(
-    params: params_lib.ModelParams,
-    config: config_lib.ModelConfig,
-    dtype: jax.typing.DTypeLike,
-) -> params_lib.ModelParams:
-    """The target's parameters with the head of --drafter_checkpoint, if it is given."""
-    if _DRAFTER_CHECKPOINT.value is None:
-        return params
-    folder = checkpoint_lib.locate(_DRAFTER_CHECKPOINT.value)
-    other_config, _ = checkpoint_lib.read_config(folder)
-    if other_config.hidden_size != config.hidden_size:
-        raise ValueError(
-            f"--drafter_checkpoint has hidden size {other_config.hidden_size}, the "
-            f"target {config.hidden_size}; a head serves the target it was trained on."
-        )
-    other = checkpoint_lib.load_params(folder, other_config, dtype=dtype, with_mtp=True)
-    return params.replace(mtp=other.mtp)
 
 
 def _parse_layers(values: list[str]) -> tuple[int, ...]:

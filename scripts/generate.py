@@ -256,7 +256,7 @@ def _run_plain(
     print("decoding without drafts, to compare", file=sys.stderr)
     if not request.batch_options.strict:
         return _run_prompts(target, request, prompt_ids, None, None)
-    options = dataclasses.replace(request.batch_options, max_num_drafts=0)
+    options = dataclasses.replace(request.batch_options, is_plain=True)
     request = dataclasses.replace(request, batch_options=options)
     return _run_prompts(target, request, prompt_ids, drafter, None)
 

@@ -131,9 +131,9 @@ def run_plain(
       ValueError: a prompt can't run, or the target's logits are not finite.
     """
     if options.strict:
-        result = _run(target, drafter, prompts, options, max_num_drafts=0)
+        result = _run(target, drafter, prompts, options, is_plain=True)
     else:
-        result = _run(target, None, prompts, options, max_num_drafts=None)
+        result = _run(target, None, prompts, options, is_plain=False)
     for index, completion in enumerate(result.completions):
         if completion.finish_reason == "error":
             raise ValueError(
@@ -152,7 +152,7 @@ def check(
     options: GreedyOptions,
 ) -> GreedyRow:
     """Runs the prompts with drafts, and compares with the plain run."""
-    speculative = _run(target, drafter, prompts, options, max_num_drafts=None)
+    speculative = _run(target, drafter, prompts, options, is_plain=False)
     differences = []
     num_tokens = num_other_bits = 0
     for index, prompt in enumerate(prompts):
@@ -195,7 +195,7 @@ def _run(
     prompts: Sequence[tuple[int, ...]],
     options: GreedyOptions,
     *,
-    max_num_drafts: int | None,
+    is_plain: bool,
 ) -> batch_lib.BatchResult:
     requests = [
         batch_lib.Request(prompt=prompt, max_new_tokens=options.max_new_tokens)
@@ -211,7 +211,7 @@ def _run(
             accept_rule=options.accept_rule,
             limits=options.limits,
             strict=options.strict,
-            max_num_drafts=max_num_drafts,
+            is_plain=is_plain,
             # Those of the tokens themselves show bits that no token shows.
             num_log_probs=0 if options.strict else None,
         ),

@@ -311,29 +311,25 @@ class _Sampler:
     ) -> tuple[list[list[int]], statistics_lib.Statistics]:
         """What each slot emitted; propose, verify and apply, as the engine does."""
         target, options = self._target, self._options
+        implementation = "reference" if options.strict else None
         emitted: list[list[int]] = [[] for _ in range(self.batch_size)]
+        state = steps.propose(
+            target.params,
+            state,
+            self._drafter,
+            config=target.config,
+            limits=options.limits,
+            implementation=implementation,
+        )
         for _ in range(_NUM_TESTED_TOKENS):
-            state = steps.propose(
+            state, emission = steps.separate_round(
                 target.params,
                 state,
                 self._drafter,
                 config=target.config,
-                limits=options.limits,
-            )
-            pending = state.proposal
-            verdict = steps.verify_batched(
-                target.params,
-                state,
-                pending.drafts,
-                pending.num_drafts,
-                config=target.config,
-                draft_probs=pending.probs,
                 accept_rule=options.accept_rule,
-                taps=self._drafter.taps,
-                implementation="reference" if options.strict else None,
-            )
-            state, emission = steps.apply_verdict(
-                state, verdict, target.params, self._drafter, config=target.config
+                limits=options.limits,
+                implementation=implementation,
             )
             emission = jax.device_get(emission)
             if np.any(emission.reason == state_lib.FINISHED_ERROR):

@@ -2,23 +2,34 @@
 
 from metrale_jax.drafters.dflash import DFlashDrafter
 from metrale_jax.drafters.dflash_config import DFlashConfig
-from metrale_jax.drafters.dflash_params import DFlashParams
+from metrale_jax.drafters.dflash_params import DFlashParams, init_dflash_params
 from metrale_jax.drafters.mtp import MtpDrafter, mtp_drafter
 from metrale_jax.drafters.ngram import NGramDrafter
 from metrale_jax.drafters.prompt_lookup import PromptLookupDrafter
+from metrale_jax.drafters.protocol import (
+    CommittedChunk,
+    CommittedRows,
+    Drafter,
+    Stateless,
+)
 from metrale_jax.drafters.self_speculation import (
     SelfSpeculationDrafter,
     attention_layers,
 )
 
 __all__ = [
+    "CommittedChunk",
+    "CommittedRows",
     "DFlashConfig",
     "DFlashDrafter",
     "DFlashParams",
+    "Drafter",
     "MtpDrafter",
     "NGramDrafter",
     "PromptLookupDrafter",
     "SelfSpeculationDrafter",
+    "Stateless",
     "attention_layers",
+    "init_dflash_params",
     "mtp_drafter",
 ]

@@ -1,9 +1,10 @@
 """Rules that drop drafts which the drafter itself holds for unlikely.
 
-Both read the drafter's log-probability of each draft. Dropping a draft changes no
-token under the rule "match". Under the other rules whether a sampled draft is offered
-must not depend on the token drawn for it: that holds for the confidence stop, which
-looks at earlier drafts only, and not for pruning, which is refused there.
+Both read the drafter's log-probability of each draft. Whether a draft that was drawn is
+offered must not depend on the token drawn for it, or those that are left no longer
+follow the probabilities that come with them, and an accept rule that relies on these
+emits a biased text. That holds for the confidence stop, which looks at earlier drafts
+only, and not for pruning, so `propose` refuses to prune drawn drafts.
 """
 
 import dataclasses

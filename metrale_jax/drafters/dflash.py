@@ -34,8 +34,8 @@ class DFlashDrafter:
     Attributes:
       params: of the drafter.
       config: of the drafter.
-      num_drafts: drafts per round, at most `config.block_size` - 1; a block shorter
-        than the trained one is cheaper and drafts its first rows as well.
+      num_drafts: drafts per round, at most 15 and `config.block_size` - 1; a block
+        shorter than the trained one is cheaper and drafts its first rows as well.
       draft_sampling: how drafts are chosen.
       num_candidates: likeliest tokens per draft to report; 0 for none.
 
@@ -52,8 +52,9 @@ class DFlashDrafter:
     num_candidates: int = struct.field(pytree_node=False, default=0)
 
     def __post_init__(self) -> None:
+        protocol.check_num_drafts(self.num_drafts)
         most = self.config.block_size - 1
-        if not 1 <= self.num_drafts <= most:
+        if self.num_drafts > most:
             raise ValueError(
                 f"`num_drafts` must be in 1..{most} (`block_size` - 1: the drafter "
                 f"knows no longer block), got {self.num_drafts}."

@@ -68,6 +68,9 @@ class MtpDrafter:
     draft_sampling: choice.DraftSampling = struct.field(pytree_node=False)
     num_candidates: int = struct.field(pytree_node=False)
 
+    def __post_init__(self) -> None:
+        protocol.check_num_drafts(self.num_drafts)
+
     @property
     def max_drafts(self) -> int:
         return self.num_drafts
@@ -431,7 +434,6 @@ def mtp_drafter(
         raise NotImplementedError(
             f"`params.mtp` must have 1 layer, got {len(head.layers)}."
         )
-    protocol.check_num_drafts(num_drafts)
     ids = None if token_ids is None else _check_token_ids(token_ids, config.vocab_size)
     num_tokens = config.vocab_size if ids is None else len(ids)
     choice.check_options(draft_sampling, num_candidates, num_tokens)

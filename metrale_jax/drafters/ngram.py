@@ -36,10 +36,6 @@ class NGramDrafter(protocol.Stateless):
                 f"({self.max_match}), got {self.min_match}."
             )
 
-    @property
-    def max_drafts(self) -> int:
-        return self.num_drafts
-
     def propose(
         self,
         params: params_lib.ModelParams,

@@ -13,6 +13,7 @@ twice gives the same drafts, and nothing of a rejected draft survives.
 
 from typing import Any, Protocol, runtime_checkable
 
+import jax
 import jax.typing
 from flax import struct
 
@@ -32,6 +33,29 @@ def check_num_drafts(num_drafts: int) -> None:
     if not 1 <= num_drafts <= MAX_NUM_DRAFTS:
         raise ValueError(
             f"`num_drafts` must be in 1..{MAX_NUM_DRAFTS}, got {num_drafts}."
+        )
+
+
+def check_state(
+    drafter: "Drafter | None",
+    state: state_lib.SequenceState,
+    config: config_lib.ModelConfig,
+) -> None:
+    """Raises ValueError unless the state was made for this drafter, or for none.
+
+    A state that keeps another drafter's would be misread, or fall behind.
+    """
+    expected = None
+    if drafter is not None:
+        # The structure does not depend on sizes.
+        expected = drafter.describe_state(
+            config, config_lib.for_slots(1, 1), dtype=state.hidden.dtype
+        )
+    if jax.tree.structure(expected) != jax.tree.structure(state.drafter):
+        given = "no `drafter` is given" if drafter is None else type(drafter).__name__
+        raise ValueError(
+            f"`state` holds {type(state.drafter).__name__} as the drafter's state, but "
+            f"{given}; give `init_state` and every step the same `drafter`."
         )
 
 
@@ -162,9 +186,17 @@ class Drafter(Protocol):
 
 
 class Stateless:
-    """What a drafter without state of its own answers to the protocol; it may propose
-    from all that `SequenceState` holds.
+    """Base of drafters without a state of their own: answers all but `propose`.
+
+    Such a drafter proposes from what `SequenceState` holds. It has a field
+    `num_drafts`.
     """
+
+    num_drafts: int
+
+    @property
+    def max_drafts(self) -> int:
+        return self.num_drafts
 
     @property
     def taps(self) -> tuple[int, ...]:

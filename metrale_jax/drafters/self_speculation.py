@@ -51,10 +51,6 @@ class SelfSpeculationDrafter(protocol.Stateless):
                 f"{self.layers}."
             )
 
-    @property
-    def max_drafts(self) -> int:
-        return self.num_drafts
-
     def describe_state(
         self,
         config: config_lib.ModelConfig,

@@ -33,7 +33,6 @@ _SHORTEST_CAPACITY = 256
 
 _FINISH_REASONS = {
     state_lib.FINISHED_END_TOKEN: "stop",
-    state_lib.FINISHED_STOP: "stop",
     state_lib.FINISHED_LENGTH: "length",
     state_lib.FINISHED_ERROR: "error",
 }
@@ -71,12 +70,10 @@ class BatchOptions:
       accept_rule: how sampled sequences judge drafts.
       num_log_probs: see `verify.verify`.
       limits: which drafts are not worth a row.
-      max_num_drafts: drafts per round at most; None for the drafter's most. 0 decodes
-        plainly, in the program that verifies drafts.
-      strict: verify, apply and propose are programs of their own, and the recurrence
-        goes row by row, so that a row's bits don't depend on how many drafts ride
-        along. A strict run and a strict run with `max_num_drafts` 0 execute the same
-        compiled verify: their tokens are equal whatever the rounding.
+      is_plain: offer none of the drafter's drafts: plain decoding, in the program that
+        verifies drafts.
+      strict: see `steps.separate_round`: a strict run and a plain strict run with the
+        same drafter give the same tokens whatever the rounding.
       implementation: of the kernels; None is the backend's own. A strict run decodes by
         the reference.
     """
@@ -87,7 +84,7 @@ class BatchOptions:
     accept_rule: verify_lib.AcceptRule = "match"
     num_log_probs: int | None = None
     limits: confidence.DraftLimits = confidence.NO_LIMITS
-    max_num_drafts: int | None = None
+    is_plain: bool = False
     strict: bool = False
     implementation: dispatch.Implementation | None = None
 
@@ -106,6 +103,10 @@ class BatchOptions:
                 "`implementation` must be None or 'reference' when `strict`, got "
                 f"{self.implementation!r}."
             )
+
+    @property
+    def round_implementation(self) -> dispatch.Implementation | None:
+        return "reference" if self.strict else self.implementation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -283,16 +284,16 @@ class _Batch:
                 length = _next_power_of_two(len(chunk))
                 emission = self._prefill_chunk(slot, chunk, length, is_last=is_last)
                 if is_last:
-                    self._take(slot, jax.device_get(emission), 0, on_tokens)
+                    self._take(slot, [jax.device_get(emission)], 0, on_tokens)
         self._propose()
 
     def decode(self, on_tokens: OnTokens | None) -> None:
         """Runs rounds until every sequence has finished."""
         while any(reason is None for reason in self._reasons):
-            for emission in jax.device_get(self._run_rounds()):
-                for slot, reason in enumerate(self._reasons):
-                    if reason is None:
-                        self._take(slot, emission, slot, on_tokens)
+            emissions = jax.device_get(self._run_rounds())
+            for slot, reason in enumerate(self._reasons):
+                if reason is None:
+                    self._take(slot, emissions, slot, on_tokens)
 
     def completions(self) -> tuple[Completion, ...]:
         return tuple(
@@ -339,23 +340,26 @@ class _Batch:
     def _propose(self) -> None:
         if self._drafter is None:
             return
-        most = self._options.max_num_drafts
-        if most is None:
-            most = self._drafter.max_drafts
         self._state = steps.propose(
             self._params,
             self._state,
             self._drafter,
-            jnp.full(self._state.num_slots, most, jnp.int32),
+            self._most_drafts(self._drafter),
             config=self._config,
             limits=self._options.limits,
-            implementation=self._options.implementation,
+            implementation=self._options.round_implementation,
         )
+
+    def _most_drafts(self, drafter: protocol.Drafter) -> jax.Array:
+        most = 0 if self._options.is_plain else drafter.max_drafts
+        return jnp.full(self._state.num_slots, most, jnp.int32)
 
     def _run_rounds(self) -> list[verdict_lib.Emission]:
         """One visit: emissions of one or several rounds, in order."""
-        if self._options.strict or self._options.max_num_drafts is not None:
-            return [self._run_round() for _ in range(self._options.rounds_per_visit)]
+        drafter, options = self._drafter, self._options
+        is_separate = options.strict or options.is_plain
+        if drafter is not None and is_separate:
+            return [self._run_round(drafter) for _ in range(options.rounds_per_visit)]
         self._state, emission = steps.decode_rounds(
             self._params,
             self._state,
@@ -365,56 +369,44 @@ class _Batch:
             accept_rule=self._options.accept_rule,
             num_log_probs=self._options.num_log_probs,
             limits=self._options.limits,
-            implementation=self._options.implementation,
+            implementation=self._options.round_implementation,
         )
         return [emission]
 
-    def _run_round(self) -> verdict_lib.Emission:
+    def _run_round(self, drafter: protocol.Drafter) -> verdict_lib.Emission:
         """One round of separate programs."""
-        implementation = self._options.implementation
-        if self._options.strict:
-            implementation = "reference"
-        pending = self._state.proposal
-        verdict = steps.verify_batched(
+        self._state, emission = steps.separate_round(
             self._params,
             self._state,
-            pending.drafts,
-            pending.num_drafts,
+            drafter,
+            self._most_drafts(drafter),
             config=self._config,
-            draft_probs=pending.probs,
             accept_rule=self._options.accept_rule,
             num_log_probs=self._options.num_log_probs,
-            taps=() if self._drafter is None else self._drafter.taps,
-            implementation=implementation,
+            limits=self._options.limits,
+            implementation=self._options.round_implementation,
         )
-        self._state, emission = steps.apply_verdict(
-            self._state,
-            verdict,
-            self._params,
-            self._drafter,
-            config=self._config,
-            implementation=self._options.implementation,
-        )
-        self._propose()
         return emission
 
     def _take(
         self,
         slot: int,
-        emission: verdict_lib.Emission,
+        emissions: list[verdict_lib.Emission],
         row: int,
         on_tokens: OnTokens | None,
     ) -> None:
         """Takes a slot's new tokens, tells the caller, and notes how it ended.
 
-        `emission` has been fetched from the device.
+        `emissions` are those of one visit, fetched from the device.
         """
-        count = int(emission.count[row])
-        new_tokens = emission.tokens[row, :count].tolist()
-        self._tokens[slot].extend(new_tokens)
-        self._log_probs[slot].extend(_log_probs_of(emission.log_probs, row, count))
-        if emission.finished[row]:
-            self._reasons[slot] = _FINISH_REASONS[int(emission.reason[row])]
+        new_tokens = []
+        for emission in emissions:
+            count = int(emission.count[row])
+            new_tokens += emission.tokens[row, :count].tolist()
+            self._log_probs[slot] += _log_probs_of(emission.log_probs, row, count)
+            if emission.finished[row]:
+                self._reasons[slot] = _FINISH_REASONS[int(emission.reason[row])]
+        self._tokens[slot] += new_tokens
         if not new_tokens or on_tokens is None:
             return
         if on_tokens(slot, new_tokens) and self._reasons[slot] is None:

@@ -19,6 +19,12 @@ def rotation(
     return jnp.cos(angles), jnp.sin(angles)
 
 
+def row_positions(length: Int32[Array, " B"], num_rows: int) -> Int32[Array, "B K"]:
+    """Positions of K rows behind a prefix."""
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    return length[:, None] + row[None, :]
+
+
 def rotate(
     heads: Float[Array, "B K H D"],
     cosines: Float32[Array, "B K half"],

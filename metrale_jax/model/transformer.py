@@ -53,39 +53,20 @@ def verify_rows(
     implementation: dispatch.Implementation | None = None,
 ) -> ForwardOutput:
     """Runs K rows per slot from position `length` on; `layers` are `LayerRows`."""
-    rotation = _rotation(state.length, tokens, config)
 
-    def mix(
-        index: int, layer: params_lib.LayerParams, x: Array
+    def recur(
+        mixer: params_lib.DeltaNetParams, recurrent: state_lib.RecurrentState, x: Array
     ) -> tuple[Array, verdict_lib.LayerRows]:
-        match layer.mixer, state.layers[index]:
-            case params_lib.AttentionParams() as mixer, state_lib.KVCache() as cache:
-                return attention.attention_rows(
-                    mixer,
-                    cache,
-                    state.page_table,
-                    state.length,
-                    x,
-                    rotation,
-                    config=config,
-                    implementation=implementation,
-                )
-            case (
-                params_lib.DeltaNetParams() as mixer,
-                state_lib.RecurrentState() as recurrent,
-            ):
-                return delta_net.delta_net_rows(
-                    mixer,
-                    recurrent,
-                    state.num_pending,
-                    x,
-                    config=config,
-                    implementation=implementation,
-                )
-            case mixer, other:
-                raise _mismatch(mixer, other)
+        return delta_net.delta_net_rows(
+            mixer,
+            recurrent,
+            state.num_pending,
+            x,
+            config=config,
+            implementation=implementation,
+        )
 
-    return _forward(params, tokens, mix, config, taps, implementation)
+    return _forward(params, state, tokens, recur, config, taps, implementation)
 
 
 def prefill_chunk(
@@ -102,41 +83,22 @@ def prefill_chunk(
 
     The recurrent matrices of `state` must be folded (`num_pending` is not read).
     """
-    rotation = _rotation(state.length, tokens, config)
 
-    def mix(
-        index: int, layer: params_lib.LayerParams, x: Array
-    ) -> tuple[Array, verdict_lib.KVRows | ChunkState]:
-        match layer.mixer, state.layers[index]:
-            case params_lib.AttentionParams() as mixer, state_lib.KVCache() as cache:
-                return attention.attention_rows(
-                    mixer,
-                    cache,
-                    state.page_table,
-                    state.length,
-                    x,
-                    rotation,
-                    config=config,
-                    implementation=implementation,
-                )
-            case (
-                params_lib.DeltaNetParams() as mixer,
-                state_lib.RecurrentState() as recurrent,
-            ):
-                output, matrix, window = delta_net.delta_net_chunk(
-                    mixer,
-                    recurrent.recurrent_state,
-                    recurrent.conv_state,
-                    num_tokens,
-                    x,
-                    config=config,
-                    implementation=implementation,
-                )
-                return output, ChunkState(matrix, window)
-            case mixer, other:
-                raise _mismatch(mixer, other)
+    def recur(
+        mixer: params_lib.DeltaNetParams, recurrent: state_lib.RecurrentState, x: Array
+    ) -> tuple[Array, ChunkState]:
+        output, matrix, window = delta_net.delta_net_chunk(
+            mixer,
+            recurrent.recurrent_state,
+            recurrent.conv_state,
+            num_tokens,
+            x,
+            config=config,
+            implementation=implementation,
+        )
+        return output, ChunkState(matrix, window)
 
-    return _forward(params, tokens, mix, config, taps, implementation)
+    return _forward(params, state, tokens, recur, config, taps, implementation)
 
 
 def project_logits(
@@ -147,37 +109,56 @@ def project_logits(
         return linear_lib.linear(hidden, params.output_head).astype(jnp.float32)
 
 
-def _mismatch(mixer: object, layer_state: object) -> TypeError:
-    return TypeError(
-        f"`params` has {type(mixer).__name__} where `state` has "
-        f"{type(layer_state).__name__}; were they made from one config?"
-    )
-
-
-def _rotation(
-    length: Array, tokens: Array, config: config_lib.ModelConfig
-) -> tuple[Array, Array]:
-    steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    positions = length[:, None] + steps[None, :]
-    return rope.rotation(
-        positions, config.attention.rotary_dim, config.attention.rope_theta
-    )
-
-
 def _forward(
     params: params_lib.ModelParams,
+    state: state_lib.SequenceState,
     tokens: Array,
-    mix: Callable[[int, params_lib.LayerParams, Array], tuple[Array, object]],
+    recur: Callable[
+        [params_lib.DeltaNetParams, state_lib.RecurrentState, Array],
+        tuple[Array, object],
+    ],
     config: config_lib.ModelConfig,
     taps: tuple[int, ...],
     implementation: dispatch.Implementation | None,
 ) -> ForwardOutput:
+    """Runs the layers; `recur` is how a recurrent layer takes its rows."""
+    if not config.num_layers == len(params.layers) == len(state.layers):
+        raise ValueError(
+            f"`config` has {config.num_layers} layers, `params` {len(params.layers)} "
+            f"and `state` {len(state.layers)}; make all three from one config."
+        )
     for tap in taps:
         if not 0 <= tap < config.num_layers:
             raise ValueError(
                 f"`taps` must name layers 0..{config.num_layers - 1}, got {tap}."
             )
     epsilon = config.rms_norm_eps
+    positions = rope.row_positions(state.length, tokens.shape[1])
+    rotation = rope.rotation(
+        positions, config.attention.rotary_dim, config.attention.rope_theta
+    )
+
+    def mix(mixer: object, layer_state: state_lib.LayerState, x: Array) -> tuple:
+        match mixer, layer_state:
+            case params_lib.AttentionParams(), state_lib.KVCache():
+                return attention.attention_rows(
+                    mixer,
+                    layer_state,
+                    state.page_table,
+                    state.length,
+                    x,
+                    rotation,
+                    config=config,
+                    implementation=implementation,
+                )
+            case params_lib.DeltaNetParams(), state_lib.RecurrentState():
+                return recur(mixer, layer_state, x)
+            case _:
+                raise TypeError(
+                    f"`params` has {type(mixer).__name__} where `state` has "
+                    f"{type(layer_state).__name__}; were they made from one config?"
+                )
+
     x = params.embedding[tokens]
     after_layer = []
     layer_values = []
@@ -186,7 +167,7 @@ def _forward(
     ):
         with jax.named_scope(f"layer_{index}_{kind}"):
             normed = norm.zero_centred_rms_norm(x, layer.input_norm, epsilon)
-            mixed, values = mix(index, layer, normed)
+            mixed, values = mix(layer.mixer, state.layers[index], normed)
             x = x + mixed
         with jax.named_scope(f"layer_{index}_mlp"):
             normed = norm.zero_centred_rms_norm(x, layer.post_norm, epsilon)

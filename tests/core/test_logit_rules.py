@@ -455,7 +455,7 @@ def test_the_bonus_token_is_legal_behind_any_number_of_drafts(num_drafts, num_ri
     accepted = min(num_right, num_drafts)
     assert judgement.num_accepted.tolist() == [accepted, 0, 0, 0]
     assert judgement.bonus_token.tolist() == [10 + accepted, 9, 9, 9]
-    assert judgement.is_finite.all()
+    assert judgement.is_valid.all()
 
 
 @pytest.mark.parametrize("empty_row", range(NUM_ROWS))
@@ -468,7 +468,7 @@ def test_a_row_without_a_token_fails_its_slot_only_if_it_is_reached(
     masks[empty_row] = False
     drafts = [9 if i < num_right else 7 for i in range(NUM_DRAFTS)]
     judgement = judge(drafts, NUM_DRAFTS, masks)
-    assert judgement.is_finite.tolist() == [num_right < empty_row, True, True, True]
+    assert judgement.is_valid.tolist() == [num_right < empty_row, True, True, True]
 
 
 def test_no_row_behind_an_accepted_end_token_is_reached():
@@ -478,11 +478,11 @@ def test_no_row_behind_an_accepted_end_token_is_reached():
     masks[2:] = False
     judgement = judge([9, END_TOKENS[1], 7], NUM_DRAFTS, masks)
     assert judgement.num_accepted[0] == 2
-    assert judgement.is_finite.all()
+    assert judgement.is_valid.all()
     masks[1] = np.arange(VOCAB_SIZE) == 8
     judgement = judge([9, 8, 7], NUM_DRAFTS, masks)
     assert judgement.num_accepted[0] == 2
-    assert judgement.is_finite.tolist() == [False, True, True, True]
+    assert judgement.is_valid.tolist() == [False, True, True, True]
 
 
 # --- Rounds with drafts, of the real steps.

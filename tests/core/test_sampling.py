@@ -203,3 +203,9 @@ def test_a_request_key_is_the_seed_high_word_first():
     assert sampling_lib.request_key(2**32 + 5).tolist() == [1, 5]
     assert sampling_lib.request_key(2**64 - 1).tolist() == [2**32 - 1] * 2
     assert make(seed=2**63).request_key.tolist() == [2**31, 0]
+
+
+@pytest.mark.parametrize("name", ["top_k", "min_new_tokens", "seed", "dry_range"])
+def test_counts_are_integers(name):
+    with pytest.raises(ValueError, match=f"`{name}` must be an integer"):
+        sampling_lib.SamplingOptions(**{name: 1.5})

@@ -147,3 +147,28 @@ def test_a_batch_of_other_sizes_is_refused():
         steps.restore_snapshot(
             models.make_state(CONFIG, drafter), jnp.int32(0), saved, pages_of(0)
         )
+
+
+def test_fewer_pages_lower_the_limit():
+    batch = after_partial_reject()
+    saved = steps.take_snapshot(batch, jnp.int32(1))
+    # Two pages of eight: the last of sixteen tokens stays outside the caches.
+    room = 2 * models.PAGE_SIZE
+    pages = jnp.where(jnp.arange(PAGES) < 2, pages_of(2), models.DECODE.num_pages)
+    batch = steps.restore_snapshot(batch, jnp.int32(2), saved, pages)
+    assert int(batch.length_limit[2]) == room
+    batch = models.decode(PARAMS, CONFIG, batch, 10)
+    assert int(batch.finish_reason[2]) == state_lib.FINISHED_LENGTH
+    assert int(batch.length[2]) == room - 1
+    np.testing.assert_array_equal(batch.tokens[2, :room], batch.tokens[1, :room])
+
+
+def test_a_slot_without_room_finishes_with_its_next_round():
+    batch = after_partial_reject()
+    saved = steps.take_snapshot(batch, jnp.int32(1))
+    pages = jnp.full(PAGES, models.DECODE.num_pages, jnp.int32)
+    batch = steps.restore_snapshot(batch, jnp.int32(2), saved, pages)
+    length = int(batch.length[2])
+    batch = models.decode(PARAMS, CONFIG, batch, 1)
+    assert int(batch.finish_reason[2]) == state_lib.FINISHED_LENGTH
+    assert int(batch.length[2]) == length

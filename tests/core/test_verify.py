@@ -1,14 +1,19 @@
 """Laws of verify and apply: rounds with drafts end where plain decoding ends."""
 
+import contextlib
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
 import helpers
 import tiny_models as models
+from metrale_jax import fold, proposal, steps, verify
 from metrale_jax import state as state_lib
-from metrale_jax import steps
+from metrale_jax.drafters import protocol
 
 PROMPTS = ([5, 17, 3, 99, 21, 8, 64], [2], [101, 7, 7, 7])
 NUM_TOKENS = 24
@@ -166,7 +171,8 @@ def test_an_end_token_inside_accepted_drafts(target, place):
     batch = models.decode(params, config, batch, end_index - 1 - place)
     ending = models.with_end_tokens(config, end)
     batch, verdict, emission = run_round(params, ending, batch, expected, [(3, 3)] * 3)
-    assert int(verdict.num_accepted[0]) == 3
+    # Drafts behind an end token are not judged.
+    assert int(verdict.num_accepted[0]) == min(place + 1, 3)
     assert int(emission.count[0]) == place + 1
     assert bool(emission.finished[0])
     assert int(batch.finish_reason[0]) == state_lib.FINISHED_END_TOKEN
@@ -221,7 +227,7 @@ def test_padding_drafts_may_hold_anything(target):
         verdict = judge(padding)
         assert (verdict.num_accepted <= counts).all()
         assert int(verdict.bonus_token[0]) == int(expected.bonus_token[0])
-        assert verdict.judgement.is_finite.all()
+        assert verdict.judgement.is_valid.all()
 
 
 def test_one_trace_of_a_round():
@@ -236,3 +242,106 @@ def test_one_trace_of_a_round():
             batch, _, _ = run_round(params, config, batch, expected, script)
     assert counter.num_traces("verify") == 1
     assert counter.num_traces("apply_verdict") == 1
+
+
+@pytest.mark.parametrize("rule", verify.ACCEPT_RULES)
+def test_what_is_no_token_is_never_accepted(target, rule):
+    """A draft outside of the vocabulary ends the chain, and changes no token."""
+    params, config = target
+    batch = start_all(params, config, temperature=1.0)
+
+    def judge(drafts, counts):
+        return steps.verify_batched(
+            params,
+            batch,
+            jnp.array(drafts, jnp.int32),
+            jnp.array(counts, jnp.int32),
+            config=config,
+            accept_rule=rule,
+        )
+
+    plain = judge([[0] * NUM_DRAFTS] * 3, [0] * 3)
+    ids = (-1, -models.VOCAB_SIZE, models.VOCAB_SIZE)
+    verdict = judge([[token] * NUM_DRAFTS for token in ids], [NUM_DRAFTS] * 3)
+    assert verdict.num_accepted.tolist() == [0, 0, 0]
+    np.testing.assert_array_equal(verdict.bonus_token, plain.bonus_token)
+
+
+def test_rows_that_plain_decoding_never_reaches_decide_nothing():
+    """Logits that are not finite fail a slot behind accepted drafts, and only there."""
+    config = models.DENSE
+    logits = jnp.zeros((3, NUM_DRAFTS + 1, models.VOCAB_SIZE), jnp.float32)
+    # Every pick is token 5; row 2 is broken.
+    logits = logits.at[:, :, 5].set(1.0).at[:, 2].set(jnp.nan)
+    judgement = verify.judge(
+        models.make_state(config).replace(length_limit=jnp.full(3, 64, jnp.int32)),
+        logits,
+        jnp.array([[5, 4, 5], [5, 5, 5], [5, 5, 5]], jnp.int32),
+        jnp.array([3, 3, 1], jnp.int32),
+        config=config,
+    )
+    assert judgement.is_valid.tolist() == [True, False, True]
+
+
+BAD_OPTIONS = {
+    "row_masks": lambda: dict(row_masks=jnp.ones((3, 1, 4), jnp.uint32)),
+    "draft_probs": lambda: dict(
+        accept_rule="rejection",
+        draft_probs=proposal.DenseProbs(jnp.ones((1, NUM_DRAFTS, models.VOCAB_SIZE))),
+    ),
+    "num_log_probs": lambda: dict(num_log_probs=models.VOCAB_SIZE + 1),
+    "accept_rule": lambda: dict(accept_rule="always"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OPTIONS)
+def test_options_of_another_shape_are_refused(name):
+    config = models.DENSE
+    batch = models.make_state(config)
+    shape = (3, NUM_DRAFTS + 1, models.VOCAB_SIZE)
+    with jaxtyping_off(), pytest.raises(ValueError, match=f"`{name}`"):
+        verify.judge(
+            batch,
+            jnp.zeros(shape, jnp.float32),
+            jnp.zeros((3, NUM_DRAFTS), jnp.int32),
+            jnp.zeros(3, jnp.int32),
+            config=config,
+            **BAD_OPTIONS[name](),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TappingDrafter(protocol.Stateless):
+    """Reads two layers; proposes nothing here."""
+
+    num_drafts: int = NUM_DRAFTS
+    taps: tuple[int, ...] = (0, 2)
+
+    def propose(self, params, state, *, config, implementation):
+        raise NotImplementedError
+
+
+def test_a_verdict_without_the_drafters_taps_is_refused():
+    config = models.DENSE
+    params = models.make_params(config)
+    batch = models.make_state(config)
+    verdict = verify.verify(
+        params,
+        batch,
+        batch.proposal.drafts,
+        batch.proposal.num_drafts,
+        config=config,
+        taps=(1, 2),
+    )
+    with pytest.raises(ValueError, match=r"taps \[0\]"):
+        fold.apply_verdict(batch, verdict, params, TappingDrafter(), config=config)
+
+
+@contextlib.contextmanager
+def jaxtyping_off():
+    """Without the tests' type checker, as users run the library."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)

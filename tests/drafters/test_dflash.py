@@ -590,8 +590,8 @@ def test_dtypes_of_target_and_drafter_may_differ(dtype):
     ("options", "message"),
     [
         (dict(num_drafts=6), "`num_drafts` must be in 1..5"),
-        (dict(num_drafts=0), "`num_drafts` must be in 1..5"),
-        (dict(draft_sampling="beam"), "one of greedy, sampled"),
+        (dict(num_drafts=0), "`num_drafts` must be in 1..15"),
+        (dict(draft_sampling="beam"), "greedy or sampled"),
         (dict(num_candidates=VOCAB_SIZE + 1), "`num_candidates` must be in 0..128"),
     ],
 )

@@ -155,7 +155,7 @@ REPETITIVE = (
 def test_drafts_change_no_token(strict):
     drafter = drafters.NGramDrafter(num_drafts=3, min_match=1)
     options = dataclasses.replace(OPTIONS, strict=strict, num_log_probs=2)
-    plain_options = dataclasses.replace(options, max_num_drafts=0)
+    plain_options = dataclasses.replace(options, is_plain=True)
     drafted = run(REPETITIVE, options=options, drafter=drafter)
     plain = run(REPETITIVE, options=plain_options, drafter=drafter)
     for with_drafts, without in zip(
@@ -182,7 +182,7 @@ def test_counters_survive_a_release():
         seen[index] += len(tokens)
         return index == 0 and seen[0] >= 5
 
-    options = dataclasses.replace(OPTIONS, num_log_probs=2, max_num_drafts=3)
+    options = dataclasses.replace(OPTIONS, num_log_probs=2)
     result = run(REPETITIVE, on_tokens, options=options, drafter=drafter)
     assert result.completions[0].finish_reason == "stop"
     # What a visit emitted beyond the caller's stop was emitted by rounds all the same.

@@ -2,8 +2,8 @@
 
 Figures are those of its golden traces. Where this library differs on purpose, the test
 says how and asserts its own value: a sequence that ends inside accepted drafts ends
-where plain decoding ends (the source leaves its length past the end token, and counts
-drafts beyond the end as accepted), and n-gram search includes `last_token`.
+where plain decoding ends (the source accepts drafts beyond the end token, counts them,
+and leaves its length past it), and n-gram search includes `last_token`.
 """
 
 import jax.numpy as jnp
@@ -24,8 +24,9 @@ def test_verify_k4():
         ([11, 12, 13, 15], [12, 13, 14, 1], 2, 9),
         ([14, 15, 16, 17], [15, 16, 17, 18], 3, 13),
         ([18, 19, 20, 21], [19, 20, 21, 22], 3, 17),
-        # The source leaves this round at length 21, two past the end token's.
-        ([22, 23, 63, 63], [23, 63, 63, 63], 3, 19),
+        # The source accepts all three and leaves this round at length 21, two past the
+        # end token's.
+        ([22, 23, 63, 63], [23, 63, 63, 63], 2, 19),
     ]
     for inputs, picks, num_accepted, length in expected:
         drafts = batch.propose()
@@ -122,8 +123,8 @@ def test_dflash(num_sequences):
         ([16, 16, 17, 18, 19], 0, 10),
         ([16, 17, 18, 19, 21], 4, 15),
         ([21, 22, 23, 24, 26], 4, 20),
-        # The source stays at length 25, four past the end token's.
-        ([63, 63, 63, 63, 1], 4, 21),
+        # The source accepts four and stays at length 25, four past the end token's.
+        ([63, 63, 63, 63, 1], 1, 21),
     ]
     for drafts, num_accepted, length in expected:
         assert batch.propose()[0] == drafts

@@ -19,7 +19,7 @@ import tiny_models as models
 from metrale_jax import config as config_lib
 from metrale_jax import picks, proposal, state, statistics, steps, verify
 from metrale_jax.axes import Array
-from metrale_jax.drafters import confidence
+from metrale_jax.drafters import confidence, protocol
 from metrale_jax.model import params as params_lib
 
 VOCAB_SIZE = 8
@@ -63,7 +63,7 @@ def make_params(table: np.ndarray) -> params_lib.ModelParams:
 
 
 @struct.dataclass
-class MarkovDrafter:
+class MarkovDrafter(protocol.Stateless):
     """Drafts one token after the other, by rows of a table of logits.
 
     "one-hot" drafts the likeliest token. The other kinds draw, from the whole warped
@@ -83,13 +83,6 @@ class MarkovDrafter:
     def max_drafts(self) -> int:
         return NUM_DRAFTS
 
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return ()
-
-    def describe_state(self, config, decode, *, dtype) -> Any:
-        return None
-
     def describe_probs(self, config, decode) -> Any:
         def columns(dtype: Any, width: int) -> Any:
             return jax.ShapeDtypeStruct((decode.num_slots, NUM_DRAFTS, width), dtype)
@@ -104,12 +97,6 @@ class MarkovDrafter:
                 ids: Any = columns(jnp.int32, NUM_CANDIDATES)
                 probs = columns(jnp.float32, NUM_CANDIDATES)
                 return proposal.SparseProbs(ids=ids, probs=probs), None
-
-    def prefill(self, params, state, chunk, *, config, implementation) -> Any:
-        return None
-
-    def commit(self, params, state, rows, *, config, implementation) -> Any:
-        return None
 
     def propose(self, params, state, *, config, implementation) -> proposal.Proposal:
         def add_draft(token: Array, column: Array) -> tuple[Array, tuple]:

@@ -85,19 +85,15 @@ class Target:
     def make_drafter(self, name):
         match name:
             case "scripted":
-                return scripted.ScriptedDrafter(
-                    texts=jnp.asarray(self.texts),
-                    offered=jnp.array(OFFERED, jnp.int32),
-                    right=jnp.array(RIGHT, jnp.int32),
-                    vocab_size=models.VOCAB_SIZE,
-                    num_drafts=NUM_DRAFTS,
+                return self._scripted(None)
+            case "scripted mtp":
+                return self._scripted(
+                    drafters.mtp_drafter(
+                        self.params, self.config, num_drafts=NUM_DRAFTS
+                    )
                 )
-            case "mtp":
-                return drafters.mtp_drafter(
-                    self.params, self.config, num_drafts=NUM_DRAFTS
-                )
-            case "dflash":
-                return _dflash(self.config)
+            case "scripted dflash":
+                return self._scripted(_dflash(self.config))
             case "ngram":
                 return drafters.NGramDrafter(num_drafts=NUM_DRAFTS, min_match=1)
             case "prompt_lookup":
@@ -108,6 +104,16 @@ class Target:
                 )
             case _:
                 raise ValueError(name)
+
+    def _scripted(self, inner):
+        return scripted.ScriptedDrafter(
+            texts=jnp.asarray(self.texts),
+            offered=jnp.array(OFFERED, jnp.int32),
+            right=jnp.array(RIGHT, jnp.int32),
+            inner=inner,
+            vocab_size=models.VOCAB_SIZE,
+            num_drafts=NUM_DRAFTS,
+        )
 
 
 def _dflash(config):
@@ -135,9 +141,18 @@ def _dflash(config):
     )
 
 
-DENSE_DRAFTERS = ("scripted", "mtp", "dflash", "ngram", "prompt_lookup", "self")
-CASES = [("dense", name) for name in DENSE_DRAFTERS]
-CASES += [(kind, "scripted") for kind in TARGETS if kind != "dense"]
+# A random head or block is hardly ever right, so the script drafts in its place, and it
+# keeps its caches all the same.
+CASES = [
+    ("dense", "scripted mtp"),
+    ("dense", "scripted dflash"),
+    ("dense", "ngram"),
+    ("dense", "prompt_lookup"),
+    ("dense", "self"),
+    ("moe", "scripted"),
+    ("wide", "scripted"),
+    ("wide in bfloat16", "scripted"),
+]
 
 
 @functools.cache
@@ -146,27 +161,28 @@ def make_target(kind):
 
 
 def strict_round(target, drafter, batch, offer):
-    if offer:
-        batch = steps.propose(
-            target.params, batch, drafter, config=target.config, implementation=None
-        )
-    verdict = steps.verify_batched(
+    return steps.separate_round(
         target.params,
         batch,
-        batch.proposal.drafts,
-        batch.proposal.num_drafts,
+        drafter,
+        jnp.full(batch.num_slots, NUM_DRAFTS if offer else 0, jnp.int32),
         config=target.config,
-        taps=drafter.taps,
         implementation="reference",
-    )
-    return steps.apply_verdict(
-        batch, verdict, target.params, drafter, config=target.config
     )
 
 
 def values_by_length(target, drafter, batch, num_rounds, offer):
     """Runs rounds; every slot's values after each, by (slot, length)."""
     values = {}
+    if offer:
+        batch = steps.propose(
+            target.params,
+            batch,
+            drafter,
+            jnp.full(batch.num_slots, NUM_DRAFTS, jnp.int32),
+            config=target.config,
+            implementation="reference",
+        )
     for _ in range(num_rounds):
         batch, _ = strict_round(target, drafter, batch, offer)
         folded = jax.device_get(models.fold_pending(batch))
@@ -207,9 +223,9 @@ def test_after_every_round_a_slot_is_where_plain_decoding_is(kind, name):
     assert compared >= 2 * NUM_ROUNDS
     stats = batch.stats
     assert int(stats.drafted.sum()) > 0
-    assert int(stats.accepted.sum()) > 0 or name not in ("scripted", "ngram")
+    assert int(stats.accepted.sum()) > 0
     # In 16 bits the default tier, which wrote the script, may pick other tokens.
-    if name == "scripted" and target.dtype == "float32":
+    if "scripted" in name and target.dtype == "float32":
         served = np.array(RIGHT)[:, np.arange(NUM_ROUNDS) % len(RIGHT[0])]
         np.testing.assert_array_equal(stats.accepted, served.sum(axis=1))
 

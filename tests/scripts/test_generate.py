@@ -260,7 +260,10 @@ def test_strict_runs_are_identical_log_probs_included(compare, run, folder):
         (["--drafter=ngram", "--draft_sampling=sampled"], ["--draft_sampling"]),
         (["--drafter=magic"], ["drafter", "prompt_lookup"]),
         (["--drafter=ngram", "--num_drafts=16"], ["num_drafts", "15"]),
-        (["--drafter=mtp", "--drafter_checkpoint=/nonexistent/m"], ["/nonexistent/m"]),
+        (
+            ["--drafter=dflash", "--drafter_checkpoint=/nonexistent/m"],
+            ["/nonexistent/m"],
+        ),
         (["--drafter=mtp", "--confidence_stop=2"], ["confidence_stop"]),
         (["--log_probs=2"], ["--log_probs", "--output=jsonl"]),
         (["--logit_bias=5"], ["--logit_bias=5", "TOKEN_ID:NUMBER"]),
