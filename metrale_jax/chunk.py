@@ -11,7 +11,7 @@ from metrale_jax import fold, indices
 from metrale_jax import state as state_lib
 from metrale_jax import verdict as verdict_lib
 from metrale_jax import verify as verify_lib
-from metrale_jax.axes import Array, Bool, Int32
+from metrale_jax.axes import Array, Bool, Int32, UInt32
 from metrale_jax.drafters import protocol
 from metrale_jax.model import params as params_lib
 from metrale_jax.model import transformer
@@ -42,6 +42,7 @@ def prefill(
     drafter: protocol.Drafter | None = None,
     *,
     config: config_lib.ModelConfig,
+    row_masks: UInt32[Array, "R 1 words"] | None = None,
     num_log_probs: int | None = None,
     taps: tuple[int, ...] = (),
     implementation: dispatch.Implementation | None = None,
@@ -63,6 +64,7 @@ def prefill(
         becomes active unless that token already ends it.
       drafter: the drafter that keeps state here; it sees the chunk too.
       config: of the target.
+      row_masks: tokens allowed as the first one, see `verify.verify`.
       num_log_probs: see `verify.verify`; of the first token.
       taps: layers whose residual stream to return; the drafter's are read anyway.
       implementation: of the kernels.
@@ -95,7 +97,13 @@ def prefill(
     starts = is_last & ran
     after = _advance(gathered, tokens, num_tokens, starts, output.hidden)
     emission = _first_token(
-        params, after, starts, overflows, config=config, num_log_probs=num_log_probs
+        params,
+        after,
+        starts,
+        overflows,
+        config=config,
+        row_masks=row_masks,
+        num_log_probs=num_log_probs,
     )
     kept = None
     if drafter is not None:
@@ -288,6 +296,7 @@ def _first_token(
     overflows: Bool[Array, " R"],
     *,
     config: config_lib.ModelConfig,
+    row_masks: UInt32[Array, "R 1 words"] | None,
     num_log_probs: int | None,
 ) -> verdict_lib.Emission:
     """Picks the token at position `length`, and says whether it ends the sequence."""
@@ -301,6 +310,7 @@ def _first_token(
         jnp.zeros((num_slots, 0), jnp.int32),
         jnp.zeros(num_slots, jnp.int32),
         config=config,
+        row_masks=row_masks,
         num_log_probs=num_log_probs,
     )
     token = judgement.bonus_token

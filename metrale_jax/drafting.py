@@ -63,6 +63,9 @@ def propose(
         proposal = drafter.propose(
             params, state, config=config, implementation=implementation
         )
+        if proposal.log_probs is None:
+            no_confidence = jnp.zeros(proposal.drafts.shape, jnp.float32)
+            proposal = dataclasses.replace(proposal, log_probs=no_confidence)
         # The bonus token takes one place of the room.
         room = state.length_limit - (state.length + 1) - 1
         num_drafts = jnp.minimum(proposal.num_drafts, room)
@@ -80,8 +83,9 @@ def _fit(
     """Pads a drafter's columns to those of the state."""
     if jax.tree.structure(proposal) != jax.tree.structure(pending):
         raise ValueError(
-            "`drafter` proposes other fields than `state` has room for; make the state "
-            "with this `drafter`."
+            f"`drafter` proposes {_fields(proposal)}, but `state` has room for "
+            f"{_fields(pending)}; make the state with this `drafter`, and let its "
+            "`describe_probs` say what it proposes."
         )
 
     def pad(new: Array, old: Array) -> Array:
@@ -91,3 +95,9 @@ def _fit(
         return jnp.pad(new, widths).astype(old.dtype)
 
     return jax.tree.map(pad, proposal, pending)
+
+
+def _fields(proposal: proposal_lib.Proposal) -> str:
+    """Names of the fields that are there."""
+    names = [field.name for field in dataclasses.fields(proposal)]
+    return ", ".join(name for name in names if getattr(proposal, name) is not None)

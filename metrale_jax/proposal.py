@@ -36,7 +36,8 @@ class Proposal:
       drafts: i32[B, J], anything past `num_drafts`.
       num_drafts: i32[B], 0..J.
       log_probs: f32[B, J], the drafter's own log-probability of each draft: its
-        confidence; 0 where it has none.
+        confidence; 0 where it has none. A drafter may leave it None, which says that it
+        has none at all.
       probs: what sampled drafts were drawn from.
       candidates: i32[B, J, N], the drafter's N likeliest tokens per position, best
         first, if it was asked for them (the shadow top-k probe); else None.
@@ -44,7 +45,7 @@ class Proposal:
 
     drafts: Array
     num_drafts: Array
-    log_probs: Array
+    log_probs: Any = None
     probs: Any = None
     candidates: Any = None
 

@@ -46,7 +46,7 @@ def restore_snapshot(
     state: state_lib.SequenceState,
     slot: Int32[Array, ""],
     snapshot: Snapshot,
-    pages: Int32[Array, " pages"],
+    pages: Int32[Array, " pages"] | None = None,
 ) -> state_lib.SequenceState:
     """Puts a snapshot into a slot, of the same batch or of another like it.
 
@@ -59,13 +59,18 @@ def restore_snapshot(
       slot: where.
       snapshot: from `take_snapshot`.
       pages: pages that the slot may write from now on, as in `SlotRequest`: at least
-        as many as hold the snapshot's tokens. Its limit is lowered to what they hold; a
+        as many as hold the snapshot's tokens. None takes the slot's own run of pages,
+        for batches in which every slot has one, as `config.for_slots` makes them. The
+        slot's limit is lowered to what they hold; a
         slot without room for another token finishes with its next round.
 
     Raises:
-      ValueError: the batch was made with other sizes, or for another drafter.
+      ValueError: the batch was made with other sizes, or for another drafter; or it
+        has too few pages to give every slot its own.
     """
     _check_alike(state, snapshot)
+    if pages is None:
+        pages = state_lib.own_pages(state, slot)
 
     def put(node: Any, saved: Any) -> Any:
         if isinstance(node, state_lib.KVCache):

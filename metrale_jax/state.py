@@ -357,6 +357,22 @@ def _neutral_value(
             return jnp.zeros(shape, dtype)
 
 
+def own_pages(state: SequenceState, slot: Array) -> Array:
+    """Pages of a slot (i32[]) in a batch where every slot has a run of its own.
+
+    Raises:
+      ValueError: the batch has too few pages for that.
+    """
+    num_slots, pages_per_slot = state.page_table.shape
+    num_pages = _num_pages(state)
+    if num_pages and num_pages < num_slots * pages_per_slot:
+        raise ValueError(
+            f"`pages` must be given: the batch has {num_pages} pages for {num_slots} "
+            f"slots of {pages_per_slot}."
+        )
+    return slot * pages_per_slot + jnp.arange(pages_per_slot, dtype=jnp.int32)
+
+
 def page_capacity(state: SequenceState, pages: Array) -> Array:
     """Tokens that a slot with these pages (i32[pages per slot]) can hold, i32[]."""
     capacity = jnp.int32(state.max_length)

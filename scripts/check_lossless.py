@@ -40,6 +40,9 @@ from metrale_jax import verify as verify_lib
 from metrale_jax.drafters import protocol
 from metrale_jax.engine import batch as batch_lib
 
+# So that --help lists them.
+flags.adopt_module_key_flags(drafter_flags)
+flags.adopt_module_key_flags(launcher)
 _CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "Folder of a checkpoint, or its id on the Hugging Face hub."
 )
@@ -325,7 +328,8 @@ def _print_report(report: Report) -> None:
     if report.num_violations:
         console.print(f"The promise is BROKEN in {report.num_violations} rows.")
     else:
-        console.print("The promise held.")
+        untested = "" if report.sampled else " Sampling was not tested."
+        console.print(f"The promise held.{untested}")
 
 
 def _write_json(path: str, report: Report, options: Options) -> None:

@@ -92,6 +92,10 @@ def check_flags() -> None:
             "--draft_sampling=sampled is for drafters that have a distribution (mtp, "
             f"dflash, self), got --drafter={kind}."
         )
+    if kind == "none":
+        for flag in (_NUM_DRAFTS, _CONFIDENCE_STOP, _PRUNE_RATIO):
+            if flag.value is not None:
+                raise ValueError(f"--{flag.name} needs --drafter.")
     draft_limits()
 
 

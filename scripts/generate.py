@@ -32,6 +32,9 @@ from metrale_jax.drafters import protocol
 from metrale_jax.engine import batch as batch_lib
 from metrale_jax.model import params as params_lib
 
+# So that --help lists them.
+flags.adopt_module_key_flags(drafter_flags)
+flags.adopt_module_key_flags(launcher)
 _CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "Folder of a checkpoint, or its id on the Hugging Face hub."
 )
@@ -489,6 +492,8 @@ def _read_request() -> Request:
     if _LOG_PROBS.value is not None and _OUTPUT.value != "jsonl":
         raise launcher.UsageError("--log_probs needs --output=jsonl.")
     drafter_flags.check_flags()
+    if _COMPARE_PLAIN.value and drafter_flags.drafter_kind() == "none":
+        raise launcher.UsageError("--compare_plain needs --drafter.")
     launcher.check_writable("stats_json", _STATS_JSON.value)
     dtype = _DTYPE.value
     if dtype == "auto":

@@ -54,5 +54,4 @@ class NGramDrafter(protocol.Stateless):
         return proposal_lib.Proposal(
             drafts=drafts,
             num_drafts=jnp.where(is_found, self.num_drafts, 0),
-            log_probs=jnp.zeros(drafts.shape, jnp.float32),
         )

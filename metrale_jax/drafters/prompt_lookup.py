@@ -143,7 +143,6 @@ class PromptLookupDrafter:
         return proposal_lib.Proposal(
             drafts=drafts,
             num_drafts=jnp.where(is_found, self._window(past), 0),
-            log_probs=jnp.zeros(drafts.shape, jnp.float32),
         )
 
     def _window(self, past: LookupState) -> Array:

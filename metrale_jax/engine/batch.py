@@ -249,27 +249,40 @@ class _Batch:
         )
         self._state = state_lib.init_state(config, decode, dtype=dtype, drafter=drafter)
         allocator = pages_lib.PageAllocator(decode.num_pages, decode.page_size)
-        for slot, (request, limit) in enumerate(zip(requests, limits, strict=True)):
-            slot_request = state_lib.make_request(
+        self._slot_requests = [
+            state_lib.make_request(
                 config,
                 decode,
                 pages=allocator.grow(slot, limit),
                 length_limit=limit,
                 options=request.sampling,
             )
+            for slot, (request, limit) in enumerate(zip(requests, limits, strict=True))
+        ]
+        self._insert_all()
+
+    def _insert_all(self) -> None:
+        for slot, slot_request in enumerate(self._slot_requests):
             self._state = steps.insert(self._state, jnp.int32(slot), slot_request)
 
     def warm_up(self) -> float:
-        """Compiles every shape that this batch needs; returns the seconds it took."""
+        """Compiles and runs every shape that this batch needs; returns the seconds.
+
+        The first run of a program costs more than the next, so each runs once here, on
+        slots that decode nothing in particular and are inserted anew after it.
+        """
         begin = time.perf_counter()
         inert = self._state.num_slots
         for length in sorted(
             {_next_power_of_two(size) for size in self._chunk_sizes()}
         ):
             self._prefill_chunk(inert, [0] * length, length, is_last=False)
-        # No slot is active yet: this changes nothing.
+        self._state = dataclasses.replace(
+            self._state, active=jnp.ones_like(self._state.active)
+        )
         self._propose()
         self._run_rounds()
+        self._insert_all()
         jax.block_until_ready(self._state)
         return time.perf_counter() - begin
 

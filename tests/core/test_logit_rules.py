@@ -415,9 +415,6 @@ def test_row_masks_and_allowed_tokens_both_count():
     assert (ruled[1:] == -np.inf).all()
 
 
-# --- Row masks in a judgement.
-
-
 @functools.cache
 def judge_program():
     def judge(batch, logits, drafts, num_drafts, masks):
@@ -431,6 +428,9 @@ def judge_program():
 def judge(drafts, num_drafts, masks):
     """Judges slot 0; every row's likeliest token is 9, then 8."""
     batch = state_lib.init_state(CONFIG, DECODE, dtype=jnp.dtype(jnp.float32))
+    batch = batch.replace(
+        length_limit=jnp.full(NUM_SLOTS, DECODE.max_length, jnp.int32)
+    )
     logits = np.zeros((NUM_SLOTS, NUM_ROWS, VOCAB_SIZE), np.float32)
     logits[:, :, 9], logits[:, :, 8] = 5.0, 4.0
     all_drafts = np.zeros((NUM_SLOTS, NUM_DRAFTS), np.int32)
@@ -484,8 +484,6 @@ def test_no_row_behind_an_accepted_end_token_is_reached():
     assert judgement.num_accepted[0] == 2
     assert judgement.is_valid.tolist() == [False, True, True, True]
 
-
-# --- Rounds with drafts, of the real steps.
 
 TARGET_END_TOKENS = (7, 120)
 TARGET = models.with_end_tokens(models.DENSE, *TARGET_END_TOKENS)

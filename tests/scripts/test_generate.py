@@ -259,6 +259,9 @@ def test_strict_runs_are_identical_log_probs_included(compare, run, folder):
         (["--drafter=self", "--self_layers=one"], ["--self_layers", "one"]),
         (["--drafter=ngram", "--draft_sampling=sampled"], ["--draft_sampling"]),
         (["--drafter=magic"], ["drafter", "prompt_lookup"]),
+        (["--num_drafts=3"], ["--num_drafts needs --drafter"]),
+        (["--confidence_stop=0.5"], ["--confidence_stop needs --drafter"]),
+        (["--compare_plain"], ["--compare_plain needs --drafter"]),
         (["--drafter=ngram", "--num_drafts=16"], ["num_drafts", "15"]),
         (
             ["--drafter=dflash", "--drafter_checkpoint=/nonexistent/m"],
