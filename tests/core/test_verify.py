@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -244,41 +245,54 @@ def test_one_trace_of_a_round():
     assert counter.num_traces("apply_verdict") == 1
 
 
-@pytest.mark.parametrize("rule", verify.ACCEPT_RULES)
-def test_what_is_no_token_is_never_accepted(target, rule):
-    """A draft outside of the vocabulary ends the chain, and changes no token."""
-    params, config = target
-    batch = start_all(params, config, temperature=1.0)
+judge = jax.jit(verify.judge, static_argnames=("config", "accept_rule"))
 
-    def judge(drafts, counts):
-        return steps.verify_batched(
-            params,
-            batch,
+
+def sampling_state():
+    """Three slots that sample and have room, nothing inside."""
+    batch = models.make_state(models.DENSE)
+    return batch.replace(
+        length_limit=jnp.full(3, 64, jnp.int32),
+        sampling=batch.sampling.replace(temperature=jnp.ones(3, jnp.float32)),
+    )
+
+
+@pytest.mark.parametrize("rule", verify.ACCEPT_RULES)
+def test_what_is_no_token_is_never_accepted(rule):
+    """A draft outside of the vocabulary ends the chain, and changes no token."""
+    logits = jax.random.normal(
+        jax.random.key(0), (3, NUM_DRAFTS + 1, models.VOCAB_SIZE), jnp.float32
+    )
+
+    def judged(drafts, counts):
+        return judge(
+            sampling_state(),
+            logits,
             jnp.array(drafts, jnp.int32),
             jnp.array(counts, jnp.int32),
-            config=config,
+            config=models.DENSE,
             accept_rule=rule,
         )
 
-    plain = judge([[0] * NUM_DRAFTS] * 3, [0] * 3)
+    plain = judged([[0] * NUM_DRAFTS] * 3, [0] * 3)
     ids = (-1, -models.VOCAB_SIZE, models.VOCAB_SIZE)
-    verdict = judge([[token] * NUM_DRAFTS for token in ids], [NUM_DRAFTS] * 3)
-    assert verdict.num_accepted.tolist() == [0, 0, 0]
-    np.testing.assert_array_equal(verdict.bonus_token, plain.bonus_token)
+    judgement = judged([[token] * NUM_DRAFTS for token in ids], [NUM_DRAFTS] * 3)
+    assert judgement.num_accepted.tolist() == [0, 0, 0]
+    np.testing.assert_array_equal(judgement.bonus_token, plain.bonus_token)
 
 
 def test_rows_that_plain_decoding_never_reaches_decide_nothing():
     """Logits that are not finite fail a slot behind accepted drafts, and only there."""
-    config = models.DENSE
     logits = jnp.zeros((3, NUM_DRAFTS + 1, models.VOCAB_SIZE), jnp.float32)
     # Every pick is token 5; row 2 is broken.
-    logits = logits.at[:, :, 5].set(1.0).at[:, 2].set(jnp.nan)
-    judgement = verify.judge(
-        models.make_state(config).replace(length_limit=jnp.full(3, 64, jnp.int32)),
+    logits = logits.at[:, :, 5].set(100.0).at[:, 2].set(jnp.nan)
+    judgement = judge(
+        sampling_state(),
         logits,
         jnp.array([[5, 4, 5], [5, 5, 5], [5, 5, 5]], jnp.int32),
         jnp.array([3, 3, 1], jnp.int32),
-        config=config,
+        config=models.DENSE,
+        accept_rule="match",
     )
     assert judgement.is_valid.tolist() == [True, False, True]
 
@@ -325,13 +339,12 @@ def test_a_verdict_without_the_drafters_taps_is_refused():
     config = models.DENSE
     params = models.make_params(config)
     batch = models.make_state(config)
-    verdict = verify.verify(
+    verdict = jax.eval_shape(
+        functools.partial(verify.verify, config=config, taps=(1, 2)),
         params,
         batch,
         batch.proposal.drafts,
         batch.proposal.num_drafts,
-        config=config,
-        taps=(1, 2),
     )
     with pytest.raises(ValueError, match=r"taps \[0\]"):
         fold.apply_verdict(batch, verdict, params, TappingDrafter(), config=config)

@@ -56,7 +56,9 @@ def make_drafter(config, params, **options):
     return mtp.mtp_drafter(params, config, **options)
 
 
-@pytest.fixture(params=models.CONFIGS, scope="module")
+@pytest.fixture(
+    params=["dense", pytest.param("moe", marks=pytest.mark.slow)], scope="module"
+)
 def target(request):
     return make_target(request.param)
 

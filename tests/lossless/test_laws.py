@@ -143,15 +143,21 @@ def _dflash(config):
 
 # A random head or block is hardly ever right, so the script drafts in its place, and it
 # keeps its caches all the same.
-CASES = [
+QUICK_CASES = [
     ("dense", "scripted mtp"),
     ("dense", "scripted dflash"),
+    ("wide", "scripted"),
+]
+# Each compiles programs of its own.
+SLOW_CASES = [
     ("dense", "ngram"),
     ("dense", "prompt_lookup"),
     ("dense", "self"),
     ("moe", "scripted"),
-    ("wide", "scripted"),
     ("wide in bfloat16", "scripted"),
+]
+CASES = QUICK_CASES + [
+    pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES
 ]
 
 
@@ -223,16 +229,15 @@ def test_after_every_round_a_slot_is_where_plain_decoding_is(kind, name):
     assert compared >= 2 * NUM_ROUNDS
     stats = batch.stats
     assert int(stats.drafted.sum()) > 0
-    assert int(stats.accepted.sum()) > 0
+    # A random target seldom says what others guess.
+    assert int(stats.accepted.sum()) > 0 or "scripted" not in name
     # In 16 bits the default tier, which wrote the script, may pick other tokens.
     if "scripted" in name and target.dtype == "float32":
         served = np.array(RIGHT)[:, np.arange(NUM_ROUNDS) % len(RIGHT[0])]
         np.testing.assert_array_equal(stats.accepted, served.sum(axis=1))
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [case for case in CASES if "wide" not in case[0]]
-)
+@pytest.mark.parametrize(("kind", "name"), CASES)
 def test_other_slots_and_stale_contents_change_no_bit(kind, name):
     target = make_target(kind)
     drafter = target.make_drafter(name)
@@ -254,7 +259,7 @@ def test_other_slots_and_stale_contents_change_no_bit(kind, name):
         assert_bit_equal(alone[key], together[key], f"{key}")
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.parametrize("kind", ["dense", pytest.param("moe", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["scripted", "prompt_lookup", "self"])
 def test_rounds_on_the_device_emit_plain_decodings_tokens(kind, name):
     target = make_target(kind)

@@ -153,7 +153,14 @@ def greedy_tokens(target):
 
 
 @pytest.mark.parametrize("rule", SAMPLED_RULES)
-@pytest.mark.parametrize("kind", [*KINDS, "with zeros"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        # Each kind compiles programs of its own.
+        kind if kind == "dense" else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in (*KINDS, "with zeros")
+    ],
+)
 def test_tokens_follow_the_target_whatever_is_drafted(rule, kind):
     if kind == "with zeros":
         drafter = make_drafter("dense", with_zeros(DRAFT_TABLE), RAGGED)
@@ -395,6 +402,7 @@ def test_a_seed_gives_its_tokens_in_any_slot_beside_any_others(rule):
     assert (np.asarray(other.tokens[:8]) != np.asarray(alone.tokens[:8])).any()
 
 
+@pytest.mark.slow
 def test_a_seed_gives_its_tokens_in_a_batch_of_any_size():
     """Row 3 of 4 is what it is among thousands."""
     params = markov.make_params(TARGET_TABLE)

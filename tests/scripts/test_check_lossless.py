@@ -45,6 +45,7 @@ def run(script, run_script, folder, tmp_path, monkeypatch):
     return run_with
 
 
+@pytest.mark.slow
 def test_ngram_drafts_change_neither_tokens_nor_their_law(run):
     code, out, err, report = run(*NGRAM)
     assert code == 0

@@ -220,7 +220,12 @@ def assert_statistics(stats, drafter):
 
 @pytest.mark.parametrize(
     "drafter, is_right",
-    [("ngram", True), ("prompt_lookup", True), ("self", False), ("mtp", False)],
+    [
+        ("ngram", True),
+        ("mtp", False),
+        pytest.param("prompt_lookup", True, marks=pytest.mark.slow),
+        pytest.param("self", False, marks=pytest.mark.slow),
+    ],
 )
 def test_drafts_change_no_token(compare, drafter, is_right):
     [record], stats, err = compare(f"--drafter={drafter}", "--num_drafts=3")
