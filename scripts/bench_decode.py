@@ -168,6 +168,12 @@ def run(
     shapes = [(1, num_rows) for num_rows in options.rows]
     shapes += [(batch, 1) for batch in options.batches if (batch, 1) not in shapes]
     for batch, num_rows in shapes:
+        if batch == 1:
+            # Beside the round that it is compared with.
+            makers[_forward_name(num_rows)] = (
+                num_rows,
+                functools.partial(_forward_program, params, config, options, num_rows),
+            )
         maker = functools.partial(
             _step_program, params, config, options, batch, num_rows
         )
@@ -204,21 +210,6 @@ def _speculation_makers(
     options: Options,
 ) -> dict[str, tuple[int, Callable[[], Callable[[], object]]]]:
     makers: dict[str, tuple[int, Callable[[], Callable[[], object]]]] = {}
-    for num_rows in options.rows:
-        state = _filled_state(
-            config, options.dtype, 1, num_rows, options.length, room=_PAGE_SIZE
-        )
-        makers[_forward_name(num_rows)] = (
-            num_rows,
-            functools.partial(
-                bench_speculation.forward_program,
-                params,
-                config,
-                state,
-                num_rows,
-                options.implementation,
-            ),
-        )
     makers[_SEARCH] = (
         0,
         functools.partial(bench_speculation.search_program, config, options.dtype),
@@ -238,7 +229,10 @@ def _speculation_makers(
     return makers
 
 
-_SEARCH = f"n-gram search of {bench_speculation.SEARCHED_TOKENS}"
+_SEARCH = (
+    f"{bench_speculation.NUM_SEARCHES} n-gram searches of "
+    f"{bench_speculation.SEARCHED_TOKENS}"
+)
 
 
 def _forward_name(num_rows: int) -> str:
@@ -269,7 +263,7 @@ def _speculation_figures(
     plain = by_name[_decode_name(0)]
     step = np.median(plain) / bench_speculation.DECODED_TOKENS
     figures["n-gram search over a plain step"] = float(
-        np.median(by_name[_SEARCH]) / step
+        np.median(by_name[_SEARCH]) / bench_speculation.NUM_SEARCHES / step
     )
     for num_drafts in options.drafts:
         figures[f"speed-up of {num_drafts} right drafts"] = float(
@@ -388,6 +382,20 @@ def _step_program(
         jax.block_until_ready(emission)
 
     return run_once
+
+
+def _forward_program(
+    params: params_lib.ModelParams,
+    config: config_lib.ModelConfig,
+    options: Options,
+    num_rows: int,
+) -> Callable[[], object]:
+    state = _filled_state(
+        config, options.dtype, 1, num_rows, options.length, room=_PAGE_SIZE
+    )
+    return bench_speculation.forward_program(
+        params, config, state, num_rows, options.implementation
+    )
 
 
 def _prefill_program(

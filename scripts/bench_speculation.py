@@ -18,8 +18,10 @@ from metrale_jax.model import params as params_lib
 from metrale_jax.model import transformer
 from pallas_kernels import dispatch
 
-# Text that the n-gram drafter searches.
+# Text that the n-gram drafter searches, and how often one program does it: a single
+# search takes less time than starting a program, and in a round it is part of one.
 SEARCHED_TOKENS = 4096
+NUM_SEARCHES = 32
 # Tokens that a decode with an always-right drafter is timed over.
 DECODED_TOKENS = 48
 _PAGE_SIZE = 64
@@ -82,7 +84,7 @@ def forward_program(
 
 
 def search_program(config: config_lib.ModelConfig, dtype: jnp.dtype) -> Program:
-    """One n-gram search over `SEARCHED_TOKENS` tokens that repeat nothing."""
+    """`NUM_SEARCHES` n-gram searches over `SEARCHED_TOKENS` random tokens."""
     drafter = drafters.NGramDrafter(num_drafts=7)
     decode = config_lib.for_slots(
         1, SEARCHED_TOKENS, page_size=_PAGE_SIZE, max_drafts=drafter.max_drafts
@@ -106,8 +108,13 @@ def search_program(config: config_lib.ModelConfig, dtype: jnp.dtype) -> Program:
             implementation=None,
         )
 
-    compiled = jax.jit(search).lower(state.tokens, state.length).compile()
-    return lambda: jax.block_until_ready(compiled(state.tokens, state.length))
+    def search_all(tokens: Array, lengths: Array) -> proposal_lib.Proposal:
+        return jax.lax.map(lambda length: search(tokens, length), lengths)
+
+    # Every search has a text of its own, or they would be one.
+    lengths = state.length - jnp.arange(NUM_SEARCHES, dtype=jnp.int32)[:, None]
+    compiled = jax.jit(search_all).lower(state.tokens, lengths).compile()
+    return lambda: jax.block_until_ready(compiled(state.tokens, lengths))
 
 
 class DecodePrograms:
