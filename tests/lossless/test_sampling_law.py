@@ -22,7 +22,6 @@ from metrale_jax.drafters import confidence
 NUM_SLOTS = 8192
 # Draws of a law: 204,800 where q is dense, 81,920 elsewhere.
 NUM_RUNS = 25
-FEWER_RUNS = 10
 FALSE_ALARM = 1e-6
 # Chi-square wants no cell that is expected less often.
 MIN_EXPECTED = 5
@@ -149,9 +148,6 @@ def greedy_tokens(target):
     return tokens[1:]
 
 
-# --- The law of three tokens.
-
-
 @pytest.mark.parametrize("rule", SAMPLED_RULES)
 @pytest.mark.parametrize(
     "kind",
@@ -166,14 +162,13 @@ def test_tokens_follow_the_target_whatever_is_drafted(rule, kind):
         drafter = make_drafter("dense", with_zeros(DRAFT_TABLE), RAGGED)
     else:
         drafter = make_drafter(kind, offered=RAGGED)
-    num_runs = NUM_RUNS if kind == "dense" else FEWER_RUNS
-    tokens = draw(num_runs, rule, drafter, limit=LENGTH_LIMIT, **by_slot(WARPS))
+    tokens = draw(NUM_RUNS, rule, drafter, limit=LENGTH_LIMIT, **by_slot(WARPS))
     assert_law(tokens, WARPS)
 
 
 @pytest.mark.parametrize("rule", SAMPLED_RULES)
 def test_top_k_and_top_p_keep_the_law(rule):
-    tokens = draw(FEWER_RUNS, rule, make_drafter("dense"), **TOP)
+    tokens = draw(NUM_RUNS, rule, make_drafter("dense"), **TOP)
     assert_law(tokens, [TOP])
 
 
@@ -223,9 +218,6 @@ def test_numbers_of_a_round_must_not_come_back_in_the_next(monkeypatch):
     assert statistic > 3 * scipy.special.chdtri(freedom, FALSE_ALARM)
 
 
-# --- Cases by hand.
-
-
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
     "target, draft", [([0.7, 0.2, 0.1], [0.1, 0.2, 0.7]), (EVEN, SKEWED)]
@@ -272,9 +264,6 @@ def test_drafts_and_tokens_keep_the_same_set(rule):
         assert (result.stats.accepted == markov.NUM_TOKENS * markov.NUM_DRAFTS).all()
 
 
-# --- Dropping drafts.
-
-
 @pytest.mark.parametrize("column", range(4))
 def test_the_confidence_stop_does_not_look_at_the_draft_it_drops(column):
     """Else those that it leaves would not follow q any more."""
@@ -304,9 +293,6 @@ def test_pruning_sampled_drafts_is_refused(rule):
         )
 
 
-# --- How much is accepted.
-
-
 def test_block_verification_accepts_most_and_matching_least():
     """Rows do not depend on the text here, so that rounds are all alike."""
     target = np.array([0.3, 0.25, 0.2, 0.15, 0.1])
@@ -325,9 +311,6 @@ def test_block_verification_accepts_most_and_matching_least():
     slack = MAX_ERRORS * (errors["block"] + errors["rejection"])
     assert means["block"] > means["rejection"] + slack
     assert means["rejection"] > means["match"]
-
-
-# --- Greedy rows, and temperatures next to it.
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -357,9 +340,6 @@ def test_tiny_temperatures(rule):
         seen = set(np.asarray(result.tokens)[index :: len(temperatures)].ravel())
         is_greedy = temperature < picks.GREEDY_TEMPERATURE
         assert seen == ({6} if is_greedy else {3, 6}), temperature
-
-
-# --- Random numbers: whose they are, and that each is used once.
 
 
 @pytest.mark.parametrize("rule", RULES)
