@@ -152,14 +152,14 @@ class Summary:
     candidate_hits: tuple[int, ...]
 
 
-def summarize(stats: Statistics) -> Summary:
-    """Adds up the slots of `stats`; fetches it from the device."""
+def summarize(*parts: Statistics) -> Summary:
+    """Adds up the slots of all parts, of one J; fetches them from the device."""
+    stats = jax.tree.map(lambda *leaves: np.concatenate(leaves), *jax.device_get(parts))
 
     def total(counter: Any) -> Any:
         """An int, or a list of them."""
         return counter.sum(axis=0, dtype=np.int64).tolist()
 
-    stats = jax.device_get(stats)
     rounds, num_tokens = total(stats.rounds), total(stats.emitted)
     drafted, accepted = total(stats.drafted), total(stats.accepted)
     outcomes = total(stats.outcomes)

@@ -119,8 +119,7 @@ def decode_round(
       implementation: of the kernels.
 
     Raises:
-      ValueError: see `verify_batched`, `apply_verdict` and `propose`; or `limits` prune
-        sampled drafts, which no rule but "match" may judge then.
+      ValueError: see `verify_batched`, `apply_verdict` and `propose`.
     """
     options = _Options(config, accept_rule, num_log_probs, limits, implementation)
     return _decode_round(params, state, drafter, options)

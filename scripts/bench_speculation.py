@@ -31,7 +31,7 @@ Program = Callable[[], object]
 
 
 @struct.dataclass
-class OracleDrafter(protocol.Stateless):
+class OracleDrafter(protocol.DrafterBase):
     """Always right: reads its drafts from the text that plain decoding gave."""
 
     texts: Array  # i32[B, S], by position

@@ -30,12 +30,11 @@ import lossless_sampled
 import lossless_target
 import rich.console
 import rich.table
+import target_flags
 from absl import app, flags, logging
 
-from metrale_jax import checkpoint as checkpoint_lib
 from metrale_jax import picks
 from metrale_jax import sampling as sampling_lib
-from metrale_jax import text as text_lib
 from metrale_jax import verify as verify_lib
 from metrale_jax.drafters import protocol
 from metrale_jax.engine import batch as batch_lib
@@ -43,12 +42,7 @@ from metrale_jax.engine import batch as batch_lib
 # So that --help lists them.
 flags.adopt_module_key_flags(drafter_flags)
 flags.adopt_module_key_flags(launcher)
-_CHECKPOINT = flags.DEFINE_string(
-    "checkpoint", None, "Folder of a checkpoint, or its id on the Hugging Face hub."
-)
-_REVISION = flags.DEFINE_string(
-    "revision", None, "Branch, tag or commit of a hub checkpoint, for every file."
-)
+flags.adopt_module_key_flags(target_flags)
 _PROMPT = flags.DEFINE_multi_string(
     "prompt",
     [],
@@ -74,12 +68,6 @@ _ACCEPT_RULE = flags.DEFINE_enum(
     "match",
     verify_lib.ACCEPT_RULES,
     "How sampled sequences judge drafts.",
-)
-_DTYPE = flags.DEFINE_enum(
-    "dtype",
-    "auto",
-    ["auto", "float32", "bfloat16"],
-    "Of weights and caches; auto is float32 on a CPU, else bfloat16.",
 )
 _MAX_LOGIT_GAP = flags.DEFINE_float(
     "max_logit_gap",
@@ -168,39 +156,26 @@ class Report:
 
 
 def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        launcher.exit_with_line(
-            argv[0],
-            f"Unexpected arguments {argv[1:]}; a prompt is given as --prompt=TEXT.",
-        )
     logging.set_verbosity(logging.WARNING)
-    try:
-        if not _CHECKPOINT.value:
-            raise launcher.UsageError(
-                "--checkpoint is missing; give a folder or a Hugging Face id."
-            )
-        options = _read_options()
-        launcher.use_compilation_cache()
-        report = run(
-            checkpoint=_CHECKPOINT.value, revision=_REVISION.value, options=options
-        )
-        if _JSON.value is not None:
-            _write_json(_JSON.value, report, options)
-    # What the library raises for a bad request; anything else is our bug and is shown
-    # as such.
-    except (launcher.UsageError, ValueError, NotImplementedError, OSError) as error:
-        launcher.exit_with_line(argv[0], str(error))
-    except jax.errors.JaxRuntimeError as error:
-        way_out = "Lower --batch_sizes, --sampled_batch_size or --max_new_tokens."
-        launcher.exit_with_line(argv[0], launcher.memory_line(error, way_out))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    launcher.run_main(
+        argv,
+        _check_and_report,
+        way_out="Lower --batch_sizes, --sampled_batch_size or --max_new_tokens.",
+    )
+
+
+def _check_and_report() -> None:
+    options = _read_options()
+    report = run(options)
+    # First what nothing can lose, then the file.
     _print_report(report)
+    if _JSON.value is not None:
+        _write_json(_JSON.value, report, options)
     if report.num_violations:
         sys.exit(_VIOLATION_EXIT_CODE)
 
 
-def run(*, checkpoint: str, revision: str | None, options: Options) -> Report:
+def run(options: Options) -> Report:
     """Loads the checkpoint and runs both parts.
 
     Raises:
@@ -208,23 +183,12 @@ def run(*, checkpoint: str, revision: str | None, options: Options) -> Report:
         are not finite.
     """
     begin = time.perf_counter()
-    folder = checkpoint_lib.locate(checkpoint, revision=revision)
-    config, _ = checkpoint_lib.read_config(folder)
-    tokenizer = text_lib.Tokenizer.from_folder(folder)
-    tokenizer.check_vocab_size(config.vocab_size)
-    prompts = [tuple(tokenizer.encode(prompt)) for prompt in options.prompts]
-    batch_lib.check_prompts(config, prompts)
-    with checkpoint_lib.progress_bar("loading weights") as progress:
-        params = checkpoint_lib.load_params(
-            folder,
-            config,
-            dtype=options.dtype,
-            with_mtp=drafter_flags.is_mtp(),
-            progress=progress,
-        )
-    target = lossless_target.Target(params, config, options.dtype)
-    drafter = drafter_flags.build_drafter(params, config, dtype=options.dtype)
+    opened = target_flags.open_target()
+    prompts = [tuple(opened.tokenizer.encode(prompt)) for prompt in options.prompts]
+    batch_lib.check_prompts(opened.config, prompts)
+    params, drafter = target_flags.load(opened)
     assert drafter is not None, "_read_options refuses --drafter=none"
+    target = lossless_target.Target(params, opened.config, options.dtype)
     counts = options.draft_counts or _default_draft_counts(drafter)
     loaded = time.perf_counter()
     # The sampled part goes two tokens beyond a prompt.
@@ -335,8 +299,8 @@ def _print_report(report: Report) -> None:
 def _write_json(path: str, report: Report, options: Options) -> None:
     figures = {
         "command": shlex.join(sys.argv),
-        "checkpoint": _CHECKPOINT.value,
-        "revision": _REVISION.value,
+        "checkpoint": target_flags.checkpoint(),
+        "revision": target_flags.revision(),
         "backend": jax.default_backend(),
         "dtype": options.dtype.name,
         "drafter": drafter_flags.drafter_kind(),
@@ -357,6 +321,7 @@ def _report_progress(line: str) -> None:
 
 
 def _read_options() -> Options:
+    target_flags.checkpoint()
     drafter_flags.check_flags()
     if drafter_flags.drafter_kind() == "none":
         offered = ", ".join(kind for kind in drafter_flags.KINDS if kind != "none")
@@ -374,15 +339,13 @@ def _read_options() -> Options:
             "--max_logit_gap is not for --strict, which allows no difference."
         )
     launcher.check_writable("json", _JSON.value)
-    dtype = _DTYPE.value
-    if dtype == "auto":
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    dtype = target_flags.dtype()
     max_logit_gap = _MAX_LOGIT_GAP.value
     if max_logit_gap is None:
-        max_logit_gap = 0.0 if _STRICT.value else _MAX_LOGIT_GAPS[dtype]
+        max_logit_gap = 0.0 if _STRICT.value else _MAX_LOGIT_GAPS[dtype.name]
     return Options(
         prompts=prompts,
-        dtype=jnp.dtype(dtype),
+        dtype=dtype,
         batch_sizes=_parse_counts("batch_sizes", _BATCH_SIZES.value, None),
         draft_counts=_read_draft_counts(),
         greedy=lossless_greedy.GreedyOptions(

@@ -92,6 +92,16 @@ def check_flags() -> None:
             "--draft_sampling=sampled is for drafters that have a distribution (mtp, "
             f"dflash, self), got --drafter={kind}."
         )
+    if _CONFIDENCE_STOP.value is not None and kind in ("ngram", "prompt_lookup"):
+        raise ValueError(
+            "--confidence_stop is for drafters that have a confidence (mtp, dflash, "
+            f"self), got --drafter={kind}."
+        )
+    if _PRUNE_RATIO.value is not None and _DRAFT_SAMPLING.value == "sampled":
+        raise ValueError(
+            "--prune_ratio would bias which drawn drafts are offered; give "
+            "--draft_sampling=greedy, or --confidence_stop."
+        )
     if kind == "none":
         for flag in (_NUM_DRAFTS, _CONFIDENCE_STOP, _PRUNE_RATIO):
             if flag.value is not None:
@@ -99,34 +109,24 @@ def check_flags() -> None:
     draft_limits()
 
 
-def build_drafter(
-    params: params_lib.ModelParams,
-    config: config_lib.ModelConfig,
-    *,
-    dtype: jax.typing.DTypeLike,
+def load_drafter(
+    config: config_lib.ModelConfig, *, dtype: jax.typing.DTypeLike
 ) -> protocol.Drafter | None:
-    """Returns the drafter that the flags name; None for none.
+    """Returns the drafter that the flags name; None for none, and for mtp.
 
     Args:
-      params: of the target.
       config: of the target.
       dtype: of a drafter's weights.
 
     Raises:
       ValueError: the drafter doesn't fit the target, or its checkpoint is broken.
+      NotImplementedError: a true but unsupported drafter.
     """
     kind = _DRAFTER.value
     num_drafts = _NUM_DRAFTS.value or _DEFAULT_NUM_DRAFTS.get(kind)
     match kind:
-        case "none":
+        case "none" | "mtp":
             return None
-        case "mtp":
-            return drafters.mtp_drafter(
-                params,
-                config,
-                num_drafts=num_drafts,
-                draft_sampling=_DRAFT_SAMPLING.value,
-            )
         case "dflash":
             folder = checkpoint_lib.locate(_DRAFTER_CHECKPOINT.value)
             draft_config, draft_params = checkpoint_lib.load_dflash(
@@ -147,13 +147,31 @@ def build_drafter(
             layers = drafters.attention_layers(config)
             if _SELF_LAYERS.value is not None:
                 layers = _parse_layers(_SELF_LAYERS.value)
-            return drafters.SelfSpeculationDrafter(
+            drafter = drafters.SelfSpeculationDrafter(
                 layers=layers,
                 num_drafts=num_drafts,
                 draft_sampling=_DRAFT_SAMPLING.value,
             )
+            drafter.check_layers(config)
+            return drafter
         case _:
             raise ValueError(f"--drafter must be one of {KINDS}, got {kind!r}.")
+
+
+def mtp_drafter(
+    params: params_lib.ModelParams, config: config_lib.ModelConfig
+) -> protocol.Drafter:
+    """Returns the drafter that --drafter=mtp names: a part of the target's weights.
+
+    Raises:
+      ValueError: an option is out of range.
+    """
+    return drafters.mtp_drafter(
+        params,
+        config,
+        num_drafts=_NUM_DRAFTS.value or _DEFAULT_NUM_DRAFTS["mtp"],
+        draft_sampling=_DRAFT_SAMPLING.value,
+    )
 
 
 def _parse_layers(values: list[str]) -> tuple[int, ...]:

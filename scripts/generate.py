@@ -21,11 +21,12 @@ import jax
 import jax.numpy as jnp
 import launcher
 import rich.console
+import target_flags
 from absl import app, flags, logging
 
-from metrale_jax import checkpoint as checkpoint_lib
 from metrale_jax import config as config_lib
 from metrale_jax import sampling as sampling_lib
+from metrale_jax import statistics as statistics_lib
 from metrale_jax import text as text_lib
 from metrale_jax import verify as verify_lib
 from metrale_jax.drafters import protocol
@@ -35,12 +36,7 @@ from metrale_jax.model import params as params_lib
 # So that --help lists them.
 flags.adopt_module_key_flags(drafter_flags)
 flags.adopt_module_key_flags(launcher)
-_CHECKPOINT = flags.DEFINE_string(
-    "checkpoint", None, "Folder of a checkpoint, or its id on the Hugging Face hub."
-)
-_REVISION = flags.DEFINE_string(
-    "revision", None, "Branch, tag or commit of a hub checkpoint, for every file."
-)
+flags.adopt_module_key_flags(target_flags)
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "A prompt; may be repeated.")
 _PROMPT_FILE = flags.DEFINE_string(
     "prompt_file",
@@ -82,12 +78,6 @@ _SEED = flags.DEFINE_integer(
     "seed", 0, "Seed of the first prompt; the next prompts take the next seeds."
 )
 _STOP = flags.DEFINE_multi_string("stop", [], "End before this text; may be repeated.")
-_DTYPE = flags.DEFINE_enum(
-    "dtype",
-    "auto",
-    ["auto", "float32", "bfloat16"],
-    "Of weights and caches; auto is float32 on a CPU, else bfloat16.",
-)
 _BATCH_SIZE = flags.DEFINE_integer(
     "batch_size", 8, "Prompts that run together.", lower_bound=1
 )
@@ -121,9 +111,6 @@ _COMPARE_PLAIN = flags.DEFINE_bool(
     "compare_plain", False, "Run the prompts without drafts too, and compare."
 )
 _STATS_JSON = flags.DEFINE_string("stats_json", None, "File to write timings to.")
-_CHECK_FINITE = flags.DEFINE_bool(
-    "check_finite", False, "Refuse weights that hold NaN or infinity."
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,70 +131,35 @@ class Request:
 
 
 def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        launcher.exit_with_line(
-            argv[0],
-            f"Unexpected arguments {argv[1:]}; a prompt is given as --prompt=TEXT.",
-        )
     logging.set_verbosity(logging.WARNING)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Whatever the locale says: a model's text may hold any character.
         sys.stdout.reconfigure(encoding="utf-8")
-    try:
-        if not _CHECKPOINT.value:
-            raise launcher.UsageError(
-                "--checkpoint is missing; give a folder or a Hugging Face id."
-            )
-        launcher.use_compilation_cache()
-        run(
-            checkpoint=_CHECKPOINT.value,
-            revision=_REVISION.value,
-            request=_read_request(),
-            check_finite=_CHECK_FINITE.value,
-        )
-    # What the library raises for a bad request; anything else is our bug and is shown
-    # as such.
-    except (launcher.UsageError, ValueError, NotImplementedError, OSError) as error:
-        launcher.exit_with_line(argv[0], str(error))
-    except jax.errors.JaxRuntimeError as error:
-        way_out = "Lower --batch_size or --max_new_tokens."
-        launcher.exit_with_line(argv[0], launcher.memory_line(error, way_out))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    launcher.run_main(
+        argv,
+        lambda: run(_read_request()),
+        way_out="Lower --batch_size or --max_new_tokens.",
+    )
 
 
-def run(
-    *, checkpoint: str, revision: str | None, request: Request, check_finite: bool
-) -> None:
+def run(request: Request) -> None:
     """Loads the checkpoint, runs the prompts, prints what they got."""
     console = rich.console.Console(stderr=True)
     begin = time.perf_counter()
-    folder = checkpoint_lib.locate(checkpoint, revision=revision)
-    config, _ = checkpoint_lib.read_config(folder)
-    tokenizer = text_lib.Tokenizer.from_folder(folder)
-    tokenizer.check_vocab_size(config.vocab_size)
-    prompt_ids = _encode(tokenizer, request, config)
-    with checkpoint_lib.progress_bar("loading weights") as progress:
-        params = checkpoint_lib.load_params(
-            folder,
-            config,
-            dtype=request.dtype,
-            with_mtp=drafter_flags.is_mtp(),
-            check_finite=check_finite,
-            progress=progress,
-        )
-    drafter = drafter_flags.build_drafter(params, config, dtype=request.dtype)
+    opened = target_flags.open_target()
+    prompt_ids = _encode(opened.tokenizer, request, opened.config)
+    params, drafter = target_flags.load(opened)
     load_seconds = time.perf_counter() - begin
 
     print("compiling, or reading what an earlier run compiled", file=sys.stderr)
-    target = _Target(params, config, tokenizer)
+    target = _Target(params, opened.config, opened.tokenizer)
     printer = _Printer(request, console)
     runs = _run_prompts(target, request, prompt_ids, drafter, printer)
     plain_runs = None
     if request.compare_plain:
         plain_runs = _run_plain(target, request, prompt_ids, drafter)
     stats = _statistics(runs, plain_runs, prompt_ids, load_seconds)
-    if drafter is not None or plain_runs is not None:
+    if drafter is not None:
         console.print(_summary_line(stats))
     if request.stats_path is not None:
         pathlib.Path(request.stats_path).write_text(json.dumps(stats, indent=2) + "\n")
@@ -415,12 +367,9 @@ def _statistics(
     """Times exclude compilation; the first token of a prompt counts as prefill."""
     num_prompt_tokens = sum(map(len, prompt_ids))
     prefill_seconds = sum(run.result.prefill_seconds for run in runs)
-    summaries = [run.result.statistics for run in runs]
-    rounds = sum(summary.rounds for summary in summaries)
-    drafted = sum(summary.drafted for summary in summaries)
-    accepted = sum(summary.accepted for summary in summaries)
-    emitted = sum(summary.num_tokens for summary in summaries)
+    parts = [part for run in runs for part in run.result.statistics]
     stats: dict[str, object] = {
+        **dataclasses.asdict(statistics_lib.summarize(*parts)),
         "backend": jax.default_backend(),
         "drafter": drafter_flags.drafter_kind(),
         "num_prompts": len(prompt_ids),
@@ -432,12 +381,6 @@ def _statistics(
         "decode_seconds": sum(run.result.decode_seconds for run in runs),
         "compile_seconds": sum(run.result.compile_seconds for run in runs),
         "load_seconds": load_seconds,
-        "rounds": rounds,
-        "mean_accepted_length": emitted / rounds if rounds else 0.0,
-        "drafted": drafted,
-        "accepted": accepted,
-        "acceptance_rate": accepted / drafted if drafted else 0.0,
-        "groups": [dataclasses.asdict(summary) for summary in summaries],
     }
     if plain_runs is not None:
         plain = _tokens_per_second(plain_runs)
@@ -491,13 +434,13 @@ def _read_request() -> Request:
         )
     if _LOG_PROBS.value is not None and _OUTPUT.value != "jsonl":
         raise launcher.UsageError("--log_probs needs --output=jsonl.")
+    target_flags.checkpoint()
     drafter_flags.check_flags()
-    if _COMPARE_PLAIN.value and drafter_flags.drafter_kind() == "none":
-        raise launcher.UsageError("--compare_plain needs --drafter.")
+    if drafter_flags.drafter_kind() == "none":
+        for flag in (_COMPARE_PLAIN, _STRICT):
+            if flag.value:
+                raise launcher.UsageError(f"--{flag.name} needs --drafter.")
     launcher.check_writable("stats_json", _STATS_JSON.value)
-    dtype = _DTYPE.value
-    if dtype == "auto":
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return Request(
         prompts=tuple(prompts),
         is_chat=_CHAT.value,
@@ -516,7 +459,7 @@ def _read_request() -> Request:
             seed=_SEED.value,
         ),
         stop_strings=tuple(_STOP.value),
-        dtype=jnp.dtype(dtype),
+        dtype=target_flags.dtype(),
         batch_size=_BATCH_SIZE.value,
         batch_options=batch_lib.BatchOptions(
             accept_rule=_ACCEPT_RULE.value,

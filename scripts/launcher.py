@@ -3,6 +3,7 @@
 import os
 import pathlib
 import sys
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import jax
@@ -27,6 +28,31 @@ def exit_with_line(program: str, message: str) -> NoReturn:
     name = pathlib.Path(program).name
     print(f"{name}: " + " ".join(message.split()), file=sys.stderr)
     sys.exit(1)
+
+
+def run_main(argv: Sequence[str], body: Callable[[], None], *, way_out: str) -> None:
+    """Runs a launcher that takes flags alone; what can't be run ends with one line.
+
+    Args:
+      argv: the program's name; anything more is refused.
+      body: the work, after the compilation cache is set.
+      way_out: what to lower where the device's memory is too small.
+    """
+    try:
+        if len(argv) > 1:
+            raise UsageError(
+                f"Unexpected arguments {argv[1:]}; a prompt is given as --prompt=TEXT."
+            )
+        use_compilation_cache()
+        body()
+    # What the library raises for a bad request; anything else is our bug and is shown
+    # as such.
+    except (UsageError, ValueError, NotImplementedError, OSError) as error:
+        exit_with_line(argv[0], str(error))
+    except jax.errors.JaxRuntimeError as error:
+        exit_with_line(argv[0], memory_line(error, way_out))
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def parse_flags(argv: list[str]) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Literal
 import lossless_target
 import numpy as np
 
+from metrale_jax import statistics as statistics_lib
 from metrale_jax import verify as verify_lib
 from metrale_jax.drafters import confidence, protocol
 from metrale_jax.engine import batch as batch_lib
@@ -175,6 +176,7 @@ def check(
     verdict = "same" if worst is None else "near tie"
     if is_broken or num_other_bits:
         verdict = "violation"
+    summary = statistics_lib.summarize(*speculative.statistics)
     return GreedyRow(
         batch_size=len(prompts),
         num_drafts=drafter.max_drafts,
@@ -182,9 +184,9 @@ def check(
         differences=tuple(differences),
         num_other_bits=num_other_bits,
         largest_gap=worst if worst is not None and np.isfinite(worst) else None,
-        drafted=speculative.statistics.drafted,
-        accepted=speculative.statistics.accepted,
-        mean_accepted_length=speculative.statistics.mean_accepted_length,
+        drafted=summary.drafted,
+        accepted=summary.accepted,
+        mean_accepted_length=summary.mean_accepted_length,
         verdict=verdict,
     )
 

@@ -255,9 +255,7 @@ class _Sampler:
                 for slot, token in enumerate(greedy_tokens)
                 if token == greedy_token
             ]
-        summary = statistics_lib.summarize(
-            jax.tree.map(lambda *leaves: np.concatenate(leaves), *statistics)
-        )
+        summary = statistics_lib.summarize(*statistics)
         return _Draws(greedy_token, tokens, summary)
 
     def _prefill(

@@ -10,7 +10,7 @@ from metrale_jax.drafters.protocol import (
     CommittedChunk,
     CommittedRows,
     Drafter,
-    Stateless,
+    DrafterBase,
 )
 from metrale_jax.drafters.self_speculation import (
     SelfSpeculationDrafter,
@@ -24,11 +24,11 @@ __all__ = [
     "DFlashDrafter",
     "DFlashParams",
     "Drafter",
+    "DrafterBase",
     "MtpDrafter",
     "NGramDrafter",
     "PromptLookupDrafter",
     "SelfSpeculationDrafter",
-    "Stateless",
     "attention_layers",
     "init_dflash_params",
     "mtp_drafter",

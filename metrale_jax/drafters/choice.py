@@ -10,6 +10,7 @@ from metrale_jax import picks
 from metrale_jax import proposal as proposal_lib
 from metrale_jax import state as state_lib
 from metrale_jax.axes import Array, Float32, Int32
+from metrale_jax.drafters import protocol
 
 # "greedy" takes each draft's likeliest token; "sampled" draws it as the slot's own
 # tokens are warped and drawn, and hands on the distribution, for the accept rules that
@@ -52,24 +53,25 @@ def check_options(draft_sampling: str, num_candidates: int, num_tokens: int) -> 
         )
 
 
-def describe_probs(
-    config: config_lib.ModelConfig,
-    decode: config_lib.DecodeConfig,
-    draft_sampling: DraftSampling,
-    num_candidates: int,
-) -> tuple[Any, Any]:
-    """Returns `Proposal.probs` and `.candidates` as ShapeDtypeStructs, or None."""
+class ChoosesFromLogits(protocol.DrafterBase):
+    """A drafter with the fields `draft_sampling` and `num_candidates`."""
 
-    def per_draft(dtype: Any, size: int) -> Any:
-        shape = (decode.num_slots, decode.max_drafts, size)
-        return jax.ShapeDtypeStruct(shape, dtype)
+    draft_sampling: DraftSampling
+    num_candidates: int
 
-    probs = candidates = None
-    if draft_sampling == "sampled":
-        probs = proposal_lib.DenseProbs(per_draft(jnp.float32, config.vocab_size))
-    if num_candidates:
-        candidates = per_draft(jnp.int32, num_candidates)
-    return probs, candidates
+    def describe_probs(
+        self, config: config_lib.ModelConfig, decode: config_lib.DecodeConfig
+    ) -> tuple[Any, Any]:
+        def per_draft(dtype: Any, size: int) -> Any:
+            shape = (decode.num_slots, decode.max_drafts, size)
+            return jax.ShapeDtypeStruct(shape, dtype)
+
+        probs = candidates = None
+        if self.draft_sampling == "sampled":
+            probs = proposal_lib.DenseProbs(per_draft(jnp.float32, config.vocab_size))
+        if self.num_candidates:
+            candidates = per_draft(jnp.int32, self.num_candidates)
+        return probs, candidates
 
 
 def choose_drafts(

@@ -28,7 +28,7 @@ from pallas_kernels import dispatch, verify_attention
 
 
 @struct.dataclass
-class DFlashDrafter:
+class DFlashDrafter(choice.ChoosesFromLogits):
     """A DFlash drafter; a pytree whose leaves are its parameters.
 
     Attributes:
@@ -64,10 +64,6 @@ class DFlashDrafter:
         )
 
     @property
-    def max_drafts(self) -> int:
-        return self.num_drafts
-
-    @property
     def taps(self) -> tuple[int, ...]:
         return self.config.target_layer_ids
 
@@ -92,13 +88,6 @@ class DFlashDrafter:
         )
         pages: Any = jax.ShapeDtypeStruct(shape, dtype)
         return (state_lib.KVCache(keys=pages, values=pages),) * self.config.num_layers
-
-    def describe_probs(
-        self, config: config_lib.ModelConfig, decode: config_lib.DecodeConfig
-    ) -> tuple[Any, Any]:
-        return choice.describe_probs(
-            config, decode, self.draft_sampling, self.num_candidates
-        )
 
     def prefill(
         self,

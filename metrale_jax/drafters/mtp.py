@@ -49,7 +49,7 @@ class MtpState:
 
 
 @struct.dataclass
-class MtpDrafter:
+class MtpDrafter(choice.ChoosesFromLogits):
     """Drafts with a target's multi-token-prediction head; see `mtp_drafter`.
 
     Attributes:
@@ -71,14 +71,6 @@ class MtpDrafter:
     def __post_init__(self) -> None:
         protocol.check_num_drafts(self.num_drafts)
 
-    @property
-    def max_drafts(self) -> int:
-        return self.num_drafts
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return ()
-
     def describe_state(
         self,
         config: config_lib.ModelConfig,
@@ -95,13 +87,6 @@ class MtpDrafter:
         )
         return MtpState(
             cache=state_lib.KVCache(keys=pages, values=pages), hidden=hidden
-        )
-
-    def describe_probs(
-        self, config: config_lib.ModelConfig, decode: config_lib.DecodeConfig
-    ) -> tuple[Any, Any]:
-        return choice.describe_probs(
-            config, decode, self.draft_sampling, self.num_candidates
         )
 
     def prefill(

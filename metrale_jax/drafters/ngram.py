@@ -12,7 +12,7 @@ from pallas_kernels import dispatch
 
 
 @struct.dataclass
-class NGramDrafter(protocol.Stateless):
+class NGramDrafter(protocol.DrafterBase):
     """Proposes the tokens after the longest match; the earliest of equal matches.
 
     The text that is searched is prompt and output, `last_token` included. Keeps no

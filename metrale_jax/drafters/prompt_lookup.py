@@ -36,7 +36,7 @@ class LookupState:
 
 
 @struct.dataclass
-class PromptLookupDrafter:
+class PromptLookupDrafter(protocol.DrafterBase):
     """Copies the tokens after the latest match of the text's last tokens.
 
     A copy is `window` tokens long. The window starts at 2, doubles when a whole copy
@@ -60,14 +60,6 @@ class PromptLookupDrafter:
         if self.max_pause < 0:
             raise ValueError(f"`max_pause` must not be negative, got {self.max_pause}.")
 
-    @property
-    def max_drafts(self) -> int:
-        return self.num_drafts
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return ()
-
     def describe_state(
         self,
         config: config_lib.ModelConfig,
@@ -77,11 +69,6 @@ class PromptLookupDrafter:
     ) -> Any:
         counts: Any = jax.ShapeDtypeStruct((decode.num_slots,), jnp.int32)
         return LookupState(window=counts, num_misses=counts, pause=counts)
-
-    def describe_probs(
-        self, config: config_lib.ModelConfig, decode: config_lib.DecodeConfig
-    ) -> Any:
-        return None, None
 
     def prefill(
         self,

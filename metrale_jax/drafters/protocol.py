@@ -185,11 +185,12 @@ class Drafter(Protocol):
         ...
 
 
-class Stateless:
-    """Base of drafters without a state of their own: answers all but `propose`.
+class DrafterBase:
+    """Answers all of `Drafter` but `propose`, for a drafter without state.
 
     Such a drafter proposes from what `SequenceState` holds. It has a field
-    `num_drafts`.
+    `num_drafts`. One that keeps state, reads taps or draws its drafts answers the
+    methods concerned itself.
     """
 
     num_drafts: int

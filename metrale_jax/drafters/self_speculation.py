@@ -8,7 +8,6 @@ what takes the time.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,7 @@ from pallas_kernels import dispatch
 
 
 @struct.dataclass
-class SelfSpeculationDrafter(protocol.Stateless):
+class SelfSpeculationDrafter(choice.ChoosesFromLogits):
     """Drafts with some of the target's own layers; keeps no state.
 
     Attributes:
@@ -58,14 +57,7 @@ class SelfSpeculationDrafter(protocol.Stateless):
         *,
         dtype: DTypeLike,
     ) -> None:
-        self._check_layers(config)
-
-    def describe_probs(
-        self, config: config_lib.ModelConfig, decode: config_lib.DecodeConfig
-    ) -> tuple[Any, Any]:
-        return choice.describe_probs(
-            config, decode, self.draft_sampling, self.num_candidates
-        )
+        self.check_layers(config)
 
     def propose(
         self,
@@ -75,7 +67,7 @@ class SelfSpeculationDrafter(protocol.Stateless):
         config: config_lib.ModelConfig,
         implementation: dispatch.Implementation | None,
     ) -> proposal_lib.Proposal:
-        self._check_layers(config)
+        self.check_layers(config)
         thin_params = dataclasses.replace(
             params, layers=tuple(params.layers[index] for index in self.layers)
         )
@@ -116,7 +108,8 @@ class SelfSpeculationDrafter(protocol.Stateless):
         chosen = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), chosen)
         return choice.as_proposal(chosen, jnp.full(num_slots, num_drafts, jnp.int32))
 
-    def _check_layers(self, config: config_lib.ModelConfig) -> None:
+    def check_layers(self, config: config_lib.ModelConfig) -> None:
+        """Raises ValueError unless the layers are the target's."""
         if self.layers[0] < 0 or self.layers[-1] >= config.num_layers:
             raise ValueError(
                 f"`layers` must be in 0..{config.num_layers - 1}, the target's, got "

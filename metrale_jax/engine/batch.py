@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from metrale_jax import config as config_lib
 from metrale_jax import sampling as sampling_lib
@@ -137,11 +136,11 @@ class Completion:
 class BatchResult:
     """Completions in the order of the requests, and where the time went (seconds).
 
-    `statistics` adds up what the rounds did for all sequences.
+    `statistics` is what the rounds did, for `statistics.summarize`.
     """
 
     completions: tuple[Completion, ...]
-    statistics: statistics_lib.Summary
+    statistics: tuple[statistics_lib.Statistics, ...]
     compile_seconds: float
     prefill_seconds: float
     decode_seconds: float
@@ -320,11 +319,8 @@ class _Batch:
             )
         )
 
-    def statistics(self) -> statistics_lib.Summary:
-        parts = [*self._past_statistics, jax.device_get(self._state.stats)]
-        return statistics_lib.summarize(
-            jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
-        )
+    def statistics(self) -> tuple[statistics_lib.Statistics, ...]:
+        return (*self._past_statistics, jax.device_get(self._state.stats))
 
     def _chunk_sizes(self) -> set[int]:
         length = self._options.chunk_length

@@ -635,3 +635,34 @@ def test_a_slot_to_which_no_token_is_left_fails_alone():
     assert before.keys() == after.keys()
     for name, value in before.items():
         np.testing.assert_array_equal(after[name], value, err_msg=name)
+
+
+def test_a_mask_says_what_the_first_token_may_be():
+    params = models.make_params(TARGET)
+    masks = np.zeros((1, 1, models.VOCAB_SIZE), bool)
+    masks[0, 0, [44, 55]] = True
+    batch = models.make_state(TARGET)
+    request = models.make_request(TARGET, 1)
+    batch = steps.insert(batch, jnp.int32(1), request)
+    chunk = [*PROMPTS[0], *[0] * (models.CHUNK_LENGTH - len(PROMPTS[0]))]
+
+    def first_token(masks):
+        _, output = steps.prefill(
+            params,
+            jax.tree.map(jnp.copy, batch),
+            jnp.array([1], jnp.int32),
+            jnp.array([chunk], jnp.int32),
+            jnp.array([len(PROMPTS[0])], jnp.int32),
+            jnp.array([True]),
+            config=TARGET,
+            row_masks=sampling_lib.pack_mask(masks),
+        )
+        return int(output.emission.tokens[0, 0]), int(output.emission.reason[0])
+
+    token, reason = first_token(masks)
+    assert token in (44, 55)
+    assert reason == state_lib.RUNNING
+    # The token that it may not be any more leaves the other one.
+    masks[0, 0, token] = False
+    assert first_token(masks) == (44 + 55 - token, state_lib.RUNNING)
+    assert first_token(np.zeros_like(masks)) == (0, state_lib.FINISHED_ERROR)

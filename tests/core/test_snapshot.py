@@ -172,3 +172,20 @@ def test_a_slot_without_room_finishes_with_its_next_round():
     batch = models.decode(PARAMS, CONFIG, batch, 1)
     assert int(batch.finish_reason[2]) == state_lib.FINISHED_LENGTH
     assert int(batch.length[2]) == length
+
+
+def test_a_slot_has_pages_of_its_own_unless_others_are_named():
+    batch = after_partial_reject()
+    saved = steps.take_snapshot(batch, jnp.int32(1))
+    expected = continuation(jax.tree.map(jnp.copy, batch), 1)
+    batch = steps.restore_snapshot(batch, jnp.int32(2), saved)
+    assert batch.page_table[2].tolist() == pages_of(2).tolist()
+    assert_equal(continuation(batch, 2), expected)
+
+
+def test_pages_must_be_named_where_slots_share_them():
+    shared = dataclasses.replace(models.DECODE, num_pages=PAGES)
+    batch = state_lib.init_state(CONFIG, shared, dtype=jnp.dtype(jnp.float32))
+    saved = steps.take_snapshot(batch, jnp.int32(0))
+    with pytest.raises(ValueError, match="`pages` must be given"):
+        steps.restore_snapshot(batch, jnp.int32(0), saved)

@@ -12,8 +12,9 @@ import pytest
 
 import helpers
 import tiny_models as models
-from metrale_jax import fold, proposal, steps, verify
+from metrale_jax import drafters, fold, proposal, statistics, steps, verify
 from metrale_jax import state as state_lib
+from metrale_jax import verdict as verdict_lib
 from metrale_jax.drafters import protocol
 
 PROMPTS = ([5, 17, 3, 99, 21, 8, 64], [2], [101, 7, 7, 7])
@@ -297,6 +298,40 @@ def test_rows_that_plain_decoding_never_reaches_decide_nothing():
     assert judgement.is_valid.tolist() == [True, False, True]
 
 
+def test_a_round_counts_the_candidates_that_would_have_been_right():
+    """The target picks token 5; slot 0's second draft falls, slot 2's first."""
+    batch = sampling_state()
+    candidates = jnp.array(
+        [
+            [[5, 1], [4, 5], [5, 1]],
+            [[5, 1], [5, 1], [5, 1]],
+            [[9, 8], [5, 1], [5, 1]],
+        ],
+        jnp.int32,
+    )
+    described = statistics.describe_statistics(3, NUM_DRAFTS, 2)
+    batch = batch.replace(
+        active=jnp.ones(3, bool),
+        layers=(),
+        proposal=batch.proposal.replace(candidates=candidates),
+        stats=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), described),
+    )
+    judgement = judge(
+        batch,
+        jnp.zeros((3, NUM_DRAFTS + 1, models.VOCAB_SIZE)).at[:, :, 5].set(100.0),
+        jnp.array([[5, 4, 5], [5, 5, 5], [9, 5, 5]], jnp.int32),
+        jnp.full(3, NUM_DRAFTS, jnp.int32),
+        config=models.DENSE,
+        accept_rule="match",
+    )
+    hidden = jnp.zeros((3, NUM_DRAFTS + 1, models.DENSE.hidden_size), jnp.float32)
+    verdict = verdict_lib.Verdict(judgement, hidden, taps=(), layers=())
+    batch, _ = fold.apply_verdict(batch, verdict, config=models.DENSE)
+    assert judgement.num_accepted.tolist() == [1, 3, 0]
+    # Slot 0: its second candidate of that place. Slot 1: no draft fell. Slot 2: none.
+    assert batch.stats.candidate_hits.tolist() == [[0, 1], [0, 0], [0, 0]]
+
+
 BAD_OPTIONS = {
     "row_masks": lambda: dict(row_masks=jnp.ones((3, 1, 4), jnp.uint32)),
     "draft_probs": lambda: dict(
@@ -325,7 +360,7 @@ def test_options_of_another_shape_are_refused(name):
 
 
 @dataclasses.dataclass(frozen=True)
-class TappingDrafter(protocol.Stateless):
+class TappingDrafter(protocol.DrafterBase):
     """Reads two layers; proposes nothing here."""
 
     num_drafts: int = NUM_DRAFTS
@@ -358,3 +393,25 @@ def jaxtyping_off():
         yield
     finally:
         jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def test_arguments_that_do_not_fit_are_refused():
+    config = models.DENSE
+    params = models.make_params(config)
+    batch = models.make_state(config)
+    drafter = drafters.NGramDrafter(num_drafts=NUM_DRAFTS)
+    with jaxtyping_off():
+        with pytest.raises(ValueError, match=r"`max_num_drafts` must be int32\[3\]"):
+            steps.propose(params, batch, drafter, jnp.ones(1, jnp.int32), config=config)
+        with pytest.raises(ValueError, match="`num_rounds` must be at least 1"):
+            steps.decode_rounds(params, batch, num_rounds=0, config=config)
+        fewer = dataclasses.replace(config, layers=config.layers[:2])
+        with pytest.raises(ValueError, match="`config` has 2 layers"):
+            steps.decode_round(params, batch, config=fewer)
+        lookup = drafters.PromptLookupDrafter(num_drafts=NUM_DRAFTS)
+        with pytest.raises(ValueError, match="give `init_state` and every step"):
+            steps.propose(params, batch, lookup, config=config)
+        with pytest.raises(ValueError, match="no `drafter` is given"):
+            steps.decode_round(params, models.make_state(config, lookup), config=config)
+        with pytest.raises(ValueError, match="make the state with that `max_drafts`"):
+            steps.propose(params, batch, drafter.replace(num_drafts=15), config=config)

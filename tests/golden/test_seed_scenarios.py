@@ -42,6 +42,10 @@ def test_verify_k4():
     # The source counts 11, one of them beyond the end token.
     assert summary.accepted == 10
     assert summary.outcomes == (0, 0, 2, 2)
+    # Rounds of 3, 3, 3 and 2 drafts that could be used; the wrong one was a third.
+    assert summary.unconditional == (1.0, 1.0, 2 / 3)
+    assert summary.conditional == (1.0, 1.0, 2 / 3)
+    assert summary.cumulative == (1.0, 1.0, 2 / 4)
     # The first token came with the prompt.
     assert summary.num_tokens == len(script) - 1
 

@@ -77,7 +77,7 @@ def prompt_of(request: int, length: int) -> tuple[int, ...]:
 
 
 @struct.dataclass
-class ToyDrafter(protocol.Stateless):
+class ToyDrafter(protocol.DrafterBase):
     """Proposes rows of a table that the host filled for this round."""
 
     table: jax.Array  # i32[B, J]

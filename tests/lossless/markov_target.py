@@ -63,7 +63,7 @@ def make_params(table: np.ndarray) -> params_lib.ModelParams:
 
 
 @struct.dataclass
-class MarkovDrafter(protocol.Stateless):
+class MarkovDrafter(protocol.DrafterBase):
     """Drafts one token after the other, by rows of a table of logits.
 
     "one-hot" drafts the likeliest token. The other kinds draw, from the whole warped

@@ -87,7 +87,7 @@ def load_script():
         yield load
     for name in set(flags.FLAGS._flags()) - set(others):
         delattr(flags.FLAGS, name)
-    for name in ("launcher", "drafter_flags"):
+    for name in ("launcher", "drafter_flags", "target_flags"):
         sys.modules.pop(name, None)
 
 

@@ -4,12 +4,13 @@ import contextlib
 import json
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
 
-from metrale_jax import accept, steps, verify
+from metrale_jax import accept, statistics, steps, verify
 from metrale_jax.drafters import confidence
 from metrale_jax.engine import batch
 
@@ -220,23 +221,12 @@ def judge(script, monkeypatch):
     greedy = script.lossless_greedy
 
     def judge_runs(plain, speculative, *, strict=False):
-        summary = batch.statistics_lib.Summary(
-            rounds=2,
-            num_tokens=3,
-            drafted=2,
-            accepted=1,
-            mean_accepted_length=1.5,
-            acceptance_rate=0.5,
-            conditional=(),
-            cumulative=(),
-            unconditional=(),
-            outcomes=(),
-            candidate_hits=(),
-        )
+        described = statistics.describe_statistics(1, 1, 0)
+        nothing = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), described)
         monkeypatch.setattr(
             greedy.batch_lib,
             "run_batch",
-            lambda *args, **kwargs: result_of(speculative, statistics=summary),
+            lambda *args, **kwargs: result_of(speculative, statistics=(nothing,)),
         )
         target = script.lossless_target.Target(None, None, jnp.dtype(jnp.float32))
         options = greedy.GreedyOptions(

@@ -267,6 +267,13 @@ def test_strict_runs_are_identical_log_probs_included(compare, run, folder):
         (["--num_drafts=3"], ["--num_drafts needs --drafter"]),
         (["--confidence_stop=0.5"], ["--confidence_stop needs --drafter"]),
         (["--compare_plain"], ["--compare_plain needs --drafter"]),
+        (["--strict"], ["--strict needs --drafter"]),
+        (["--drafter=ngram", "--confidence_stop=0.5"], ["--confidence_stop", "ngram"]),
+        (
+            ["--drafter=mtp", "--draft_sampling=sampled", "--prune_ratio=0.5"],
+            ["--prune_ratio", "--draft_sampling=greedy"],
+        ),
+        (["--drafter=self", "--self_layers=0,9"], ["0..3", "9"]),
         (["--drafter=ngram", "--num_drafts=16"], ["num_drafts", "15"]),
         (
             ["--drafter=dflash", "--drafter_checkpoint=/nonexistent/m"],
